@@ -1,0 +1,12 @@
+"""Softplus attention with re-weighting (LSSA, LSSAR): one operator, every mechanism a value.
+
+    import lssar
+    o = lssar.attention(q, k, v)                                # LSSAR, p = 15, causal
+    o = lssar.attention(q, k, v, lssar.spec("lssar", p=3))
+"""
+
+from lssar.attention import attention
+from lssar.specs import AttentionSpec, spec, specs
+
+__all__ = ["AttentionSpec", "attention", "spec", "specs"]
+__version__ = "0.1.0"

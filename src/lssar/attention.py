@@ -1,0 +1,188 @@
+"""`attention`: checks its arguments, works out what each row may see, and picks an implementation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from lssar.ops import fused
+from lssar.ops.reference import safe_reference_attention
+from lssar.ops.tiled import tiled_attention, tiled_attention_weights
+from lssar.specs import AttentionSpec
+from lssar.specs import spec as spec_of
+from lssar.visibility import visibility
+
+Implementation = Literal["auto", "reference", "tiled", "fused"]
+_IMPLEMENTATIONS = ("auto", "reference", "tiled", "fused")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, return_weights: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, return_weights: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: str | AttentionSpec = "lssar",
+    *,
+    causal: bool = True,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    head_scale: Tensor | None = None,
+    return_weights: bool = False,
+    impl: Implementation = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with any mechanism of `lssar.specs()`; LSSAR with p = 15 if none is named.
+
+    Args:
+        q: (B, Hq, Lq, D), float16, bfloat16, float32 or float64.
+        k: (B, Hkv, Lk, D); Hq is a multiple of Hkv, and consecutive query heads share a key head.
+        v: (B, Hkv, Lk, Dv).
+        spec: a name, or an `AttentionSpec` such as `lssar.spec("lssar", p=3)`.
+        causal: row i sees keys j <= i + Lk - Lq: with fewer queries than keys, the queries are the last ones.
+        mask: bool, True where a row may see a key, broadcastable to (B, Hq, Lq, Lk).
+        window: only the last `window` keys up to the row's own position (and, if not causal, as many after it).
+        cu_seqlens: (documents + 1,) int32 or int64, 0 to L: batch row 0 holds documents packed one after the other,
+            and each sees only itself, as if called alone.
+        key_lengths: (B,) int: keys at and after this position are padding.
+        head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
+        return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
+        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (LSSA and LSSAR on
+            a GPU), or `auto`: fused where it applies, else tiled.
+
+    Returns:
+        (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.
+    """
+    spec = spec_of(spec)
+    q, k, v = _autocast(q, k, v)
+    _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, impl)
+    if head_scale is not None or spec.head_scale is not None:
+        q = _apply_head_scale(q, spec, head_scale)
+
+    choice: str = impl
+    if impl in ("auto", "fused"):
+        obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
+        if obstacle is None:
+            return fused.fused_attention(
+                q, k, v, p=spec.p, causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window
+            )
+        if impl == "fused":
+            raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
+        choice = "tiled"
+
+    see = visibility(
+        q.shape[2], k.shape[2], q.device, causal=causal, window=window, cu_seqlens=cu_seqlens, key_lengths=key_lengths,
+        mask=mask,
+    )  # fmt: skip
+    if choice == "reference":
+        o, w = safe_reference_attention(q, k, v, see.dense(k.shape[2]), spec)
+        return (o, w) if return_weights else o
+    o = tiled_attention(q, k, v, see.start, see.stop, see.mask, spec)
+    if return_weights:
+        return o, tiled_attention_weights(q, k, v, see.start, see.stop, see.mask, spec)
+    return o
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, what SDPA does: float32 and half inputs go to the autocast dtype."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES[:3] else x for x in tensors)
+
+
+def _apply_head_scale(q: Tensor, spec: AttentionSpec, head_scale: Tensor | None) -> Tensor:
+    if spec.head_scale is None:
+        raise ValueError(f"head_scale was given, but {spec!r} has no learned scale (its head_scale is None)")
+    if head_scale is None:
+        return q * spec.head_scale
+    if not isinstance(head_scale, Tensor) or head_scale.shape != (q.shape[1],):
+        raise ValueError(f"head_scale must be a tensor of shape ({q.shape[1]},), one a query head; got {_show(head_scale)}")
+    return (q * head_scale[:, None, None]).to(q.dtype)
+
+
+def _show(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)
+
+
+def _check(
+    q: Any, k: Any, v: Any, causal: Any, mask: Any, window: Any, cu_seqlens: Any, key_lengths: Any, impl: Any
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise ValueError(f"{name} must be a tensor (batch, heads, length, head size); got {_show(x)}")
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name} must be float16, bfloat16, float32 or float64; got {_show(x)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k, v must have one batch size; got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}")
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ValueError(f"q and k must have one head size, at least 1; got {q.shape[3]} and {k.shape[3]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(f"k and v must have the same heads and length; got {tuple(k.shape)} and {tuple(v.shape)}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"query heads must be a multiple of key heads; got {q.shape[1]} and {k.shape[1]}")
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False; got {_show(causal)}")
+    if impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(map(repr, _IMPLEMENTATIONS))}; got {impl!r}")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ValueError(f"window must be an integer >= 1 or None; got {window!r}")
+    if mask is not None:
+        _check_mask(mask, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]), q.device)
+    if key_lengths is not None:
+        if cu_seqlens is not None:
+            raise ValueError("key_lengths and cu_seqlens cannot be combined: a packed batch has no padding")
+        _check_integers("key_lengths", key_lengths)
+        if key_lengths.shape != (q.shape[0],):
+            raise ValueError(f"key_lengths must have shape ({q.shape[0]},), one a batch row; got {_show(key_lengths)}")
+        if not torch.compiler.is_compiling() and not key_lengths.is_cuda:
+            low, high = (int(key_lengths.min()), int(key_lengths.max())) if q.shape[0] else (0, 0)
+            if low < 0 or high > k.shape[2]:
+                raise ValueError(f"key_lengths must lie in 0..{k.shape[2]}; got {low}..{high}")
+    if cu_seqlens is not None:
+        _check_pack(cu_seqlens, q, k)
+
+
+def _check_mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        raise ValueError(f"mask must be a bool tensor, True where a row may see a key; got {_show(mask)}")
+    if mask.device != device:
+        raise ValueError(f"mask must be on {device}, as q is; got {_show(mask)}")
+    if mask.dim() > 4 or any(m not in (1, s) for m, s in zip(reversed(mask.shape), reversed(shape))):
+        raise ValueError(f"mask must broadcast to (B, Hq, Lq, Lk) = {shape}; got shape {tuple(mask.shape)}")
+
+
+def _check_integers(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be a 1-D int32 or int64 tensor; got {_show(x)}")
+
+
+def _check_pack(cu_seqlens: Any, q: Tensor, k: Tensor) -> None:
+    _check_integers("cu_seqlens", cu_seqlens)
+    if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"cu_seqlens wants one packed batch row, (1, H, total, D), with as many queries as keys; got q "
+            f"{tuple(q.shape)} and k {tuple(k.shape)}"
+        )
+    if cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total length; got {_show(cu_seqlens)}")
+    if not torch.compiler.is_compiling() and not cu_seqlens.is_cuda:
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != q.shape[2] or any(a > b for a, b in zip(bounds, bounds[1:])):
+            raise ValueError(f"cu_seqlens must rise from 0 to the total length {q.shape[2]}; got {bounds}")

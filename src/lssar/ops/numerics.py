@@ -1,0 +1,131 @@
+"""Numerical conventions that every implementation of the operator shares, so that all give the same answer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lssar.specs import AttentionSpec
+
+FIRST_ROWS = 3
+"""Rows that see at most this many keys are not re-centred and have no threshold (the paper's "first three rows")."""
+
+FLAT_ULPS = 32
+"""A re-weighted row is flat, and gets uniform weights, when its spread is below this many roundings of its scores."""
+
+EXP_LIMIT = 250.0
+"""Largest argument of an un-normalised exp in the wide-range computation: e^250 saturates every output dtype."""
+
+WIDE_LIMIT = 1e60
+"""Largest entry of a float64 row in the wide-range computation: products of four such factors stay finite."""
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| along the last dimension for any finite norm; the zero vector stays zero, with zero gradient."""
+    return unit_and_norm(x)[0]
+
+
+def unit_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    zero = largest == 0
+    x = x / largest.masked_fill(zero, 1)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(zero, 1)
+    return x / norm, largest * norm
+
+
+def unit_backward(grad: Tensor, x_unit: Tensor, norm: Tensor) -> Tensor:
+    """Gradient of x from that of x / |x|: the part along x is lost, the rest is divided by the norm. In place."""
+    grad.addcmul_(x_unit, (x_unit * grad).sum(-1, keepdim=True), value=-1)
+    return grad.div_(norm).masked_fill_(norm == 0, 0)
+
+
+def eps_of(dtype: torch.dtype) -> float:
+    """Rounding unit of the scores: half types accumulate in float32."""
+    return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+def score_factor(n: Tensor, d: int, spec: AttentionSpec) -> Tensor:
+    """What the products q.k of a row are multiplied by, shaped like n (a float tensor of visible counts)."""
+    factor = math.log(d) if spec.scale == "log_d" else 1 / math.sqrt(d)
+    return n.clamp_min(1).log() * factor if spec.log_n else torch.full_like(n, factor)
+
+
+def score_bias(n: Tensor, spec: AttentionSpec) -> Tensor | float:
+    if spec.bias == "-log_n":
+        return -n.clamp_min(1).log()
+    return -math.log(spec.train_length) if spec.bias == "-log_L" else 0.0
+
+
+def fixed_divisor(n: Tensor, spec: AttentionSpec) -> Tensor:
+    """The divisor of a mechanism that is not l1-normalised, shaped like n; 1 for a row that sees nothing."""
+    n = n.clamp_min(1)
+    match spec.divisor:
+        case "L":
+            return torch.full_like(n, spec.train_length)
+        case "n":
+            return n
+        case "sqrt_n":
+            return spec.gamma * (n / 2).sqrt()
+        case _:
+            return torch.ones_like(n)
+
+
+def flat_tolerance(a_max: Tensor, score_bound: Tensor, spec: AttentionSpec, eps: float) -> Tensor:
+    """Rounding error of the row's largest activation: the activation's slope there times the error of the score.
+
+    `score_bound` bounds |s| in the row (|q^.k^| <= 1 for cosine scores, so the score factor).
+    """
+    slopes = {
+        "softplus": lambda a: -torch.expm1(-a),  # sigmoid(s), from a = softplus(s)
+        "sigmoid": lambda a: a * (1 - a),
+        "relu2": lambda a: 2 * a.clamp_min(0).sqrt(),
+    }
+    slope = slopes.get(spec.activation, torch.ones_like)(a_max)  # 1: exact where it matters, a bound elsewhere
+    return FLAT_ULPS * eps * slope * (1 + score_bound)
+
+
+def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast; what is finite stays finite. NaN (which only NaN or inf in the input can cause) stays visible."""
+    if x.dtype == dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class _Widen(torch.autograd.Function):
+    """Cast up; the gradient comes back saturated rather than infinite."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return saturate(grad, ctx.dtype), None
+
+
+def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return _Widen.apply(x, dtype)
+
+
+def extreme(*tensors: Tensor) -> bool:
+    """Whether products of a few entries, or reciprocals of norms, could leave float32's range."""
+    for x in tensors:
+        largest = x.detach().abs().amax(-1)
+        if ((largest > 1e8) | ((largest > 0) & (largest < 1e-8))).any():
+            return True
+    return False
+
+
+def tame(x: Tensor) -> Tensor:
+    """Float64 copy whose rows are scaled down to WIDE_LIMIT where they exceed it: their scores saturate anyway."""
+    x = x.double()
+    largest = x.abs().amax(-1, keepdim=True)
+    return torch.where(largest > WIDE_LIMIT, x / largest * WIDE_LIMIT, x)

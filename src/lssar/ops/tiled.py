@@ -1,0 +1,290 @@
+"""The operator in strips of whole rows: exact for every spec, memory linear in length, with its own backward.
+
+A strip is a block of query rows against all the keys that any of them may see. Its size follows a budget of elements, so
+the working memory is O(L x rows), and on a CPU a strip stays in cache through the sweeps over it. The row arithmetic is
+in `rows.py`. Nothing of the forward is kept for the backward but its inputs.
+
+Shape letters: B batch, h key heads, g query heads per key head, R rows and K keys of a strip, N = b h of a strip.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lssar.ops import rows as row_math
+from lssar.ops.numerics import saturate, score_factor, tame, unit_and_norm, unit_backward, working_dtype
+from lssar.specs import AttentionSpec
+
+CPU_STRIP = 2**19
+CUDA_STRIP = 2**26
+"""Elements of a strip: on a CPU four buffers of this size should stay near the cores."""
+
+MAX_ROWS = 256
+
+
+@dataclass
+class _Strip:
+    batch: slice
+    heads: slice
+    rows: slice
+    keys: slice
+    n: Tensor  # (N, gR, 1), float: visible keys of each row
+    factor: Tensor  # (N, gR, 1): what q.k is multiplied by
+    hidden: list[tuple[slice, Tensor]]  # column ranges with a bool tensor broadcastable to (b, h, g, R, columns)
+    shape: tuple[int, int, int, int, int]  # b, h, g, R, K
+
+    def hide(self, x: Tensor, value: float) -> None:
+        x = x.view(self.shape)
+        for columns, hidden in self.hidden:
+            x[..., columns].masked_fill_(hidden, value)
+
+
+class _Scratch:
+    """Strip-shaped buffers that are allocated once and reused for every strip."""
+
+    def __init__(self, like: Tensor):
+        self.like = like
+        self.memory: dict[str, Tensor] = {}
+        self.shape: tuple[int, int, int] = (0, 0, 0)
+
+    def __call__(self, name: str) -> Tensor:
+        size = self.shape[0] * self.shape[1] * self.shape[2]
+        memory = self.memory.get(name)
+        if memory is None or memory.numel() < size:
+            memory = self.memory[name] = self.like.new_empty(size)
+        return memory[:size].view(self.shape)
+
+
+class _Problem:
+    """Inputs in the working dtype, grouped by key head, and the strips that cover them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec_json: str,
+                 wide: bool):  # fmt: skip
+        self.spec = _spec(spec_json)
+        self.wide = wide
+        (B, Hq, self.Lq, self.D), (_, Hkv, self.Lk, _) = q.shape, k.shape
+        self.B, self.Hkv, self.g = B, Hkv, Hq // Hkv
+        dtype = working_dtype(q.dtype)
+        q, k, self.v = (tame(x) if wide else x.to(dtype) for x in (q, k, v))
+        if self.spec.cosine:
+            q, self.q_norm = unit_and_norm(q)
+            k, self.k_norm = unit_and_norm(k)
+        self.q, self.k = self.grouped(q), k
+        self.mask = None if mask is None else mask.expand(B, Hq, self.Lq, self.Lk).unflatten(1, (Hkv, self.g))
+        self.start, self.stop = (x.expand(B, self.Lq) for x in torch.broadcast_tensors(start, stop))
+        # The host plans the strips: one copy of the bounds, once.
+        self.host_start, self.host_stop = self.start.cpu(), self.stop.cpu()
+        self.budget = CUDA_STRIP if q.is_cuda else CPU_STRIP
+        self.scratch = _Scratch(self.k)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (self.Hkv, self.g))
+
+    def chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Batches and key heads that are worked on together: many when rows are short, one head when they are long."""
+        rows = max(1, min(self.Lq, MAX_ROWS) // 2)
+        together = max(1, self.budget // max(1, self.g * rows * self.Lk))
+        if together >= self.Hkv:
+            step = max(1, together // self.Hkv)
+            for b in range(0, self.B, step):
+                yield slice(b, min(b + step, self.B)), slice(0, self.Hkv)
+        else:
+            for b in range(self.B):
+                for h in range(0, self.Hkv, together):
+                    yield slice(b, b + 1), slice(h, min(h + together, self.Hkv))
+
+    def strips(self, batch: slice, heads: slice) -> Iterator[_Strip]:
+        start, stop = self.host_start[batch], self.host_stop[batch]
+        together = (batch.stop - batch.start) * (heads.stop - heads.start) * self.g
+        row = 0
+        while row < self.Lq:
+            # Rows as the budget allows, judged by what the next MAX_ROWS rows may see.
+            ahead = slice(row, min(row + MAX_ROWS, self.Lq))
+            reach = max(1, int(stop[:, ahead].max()) - int(start[:, ahead].min()))
+            rows = slice(row, min(row + max(8, min(MAX_ROWS, self.budget // (together * reach)) // 8 * 8), self.Lq))
+            row = rows.stop
+            low, high = start[:, rows], stop[:, rows]
+            seeing = low < high
+            if seeing.any():
+                keys = slice(int(low[seeing].min()), int(high[seeing].max()))
+                yield self._strip(batch, heads, rows, keys, (int(low.max()), int(high.min())))
+
+    def _strip(self, batch: slice, heads: slice, rows: slice, keys: slice, common: tuple[int, int]) -> _Strip:
+        b, h, R, K = (x.stop - x.start for x in (batch, heads, rows, keys))
+        start, stop = (x[batch, None, None, rows] for x in (self.start, self.stop))  # (b, 1, 1, R)
+        hidden = []
+        columns: list[slice]
+        if self.mask is not None or common[0] >= common[1]:
+            columns = [keys]
+        else:  # between the bounds common to all rows nothing is hidden
+            columns = [slice(keys.start, common[0]), slice(common[1], keys.stop)]
+        for c in columns:
+            if c.start < c.stop:
+                j = torch.arange(c.start, c.stop, device=start.device)
+                outside = (j < start[..., None]) | (j >= stop[..., None])
+                if self.mask is not None:
+                    outside = outside | ~self.mask[batch, heads, :, rows, c]
+                hidden.append((slice(c.start - keys.start, c.stop - keys.start), outside))
+        n = stop - start if self.mask is None else K - hidden[0][1].sum(-1)
+        n = n.expand(b, h, self.g, R).reshape(b * h, self.g * R, 1).to(self.k.dtype)
+        shape = (b, h, self.g, R, K)
+        self.scratch.shape = (b * h, self.g * R, K)
+        return _Strip(batch, heads, rows, keys, n, score_factor(n, self.D, self.spec), hidden, shape)
+
+    def query_rows(self, x: Tensor, strip: _Strip) -> Tensor:
+        """(B, h, g, Lq, D) -> the strip's (N, gR, D)."""
+        x = x[strip.batch, strip.heads, :, strip.rows]
+        return x.reshape(-1, self.g * (strip.rows.stop - strip.rows.start), x.shape[-1])
+
+    def key_rows(self, x: Tensor, strip: _Strip) -> Tensor:
+        """(B, h, Lk, D) -> a view of the strip's (N, K, D)."""
+        return x[strip.batch, strip.heads].flatten(0, 1)[:, strip.keys]
+
+    def weigh(self, strip: _Strip, q_scaled: Tensor, training: bool) -> row_math.Rows:
+        s = torch.bmm(q_scaled, self.key_rows(self.k, strip).mT, out=self.scratch("a"))
+        return row_math.weigh(s, strip.n, self.spec, strip.hide, self.scratch, strip.factor, training, self.wide)
+
+
+def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
+    p = problem
+    o = p.q.new_zeros(p.B, p.Hkv, p.g, p.Lq, p.v.shape[-1])
+    for chunk in p.chunks():
+        for strip in p.strips(*chunk):
+            rows = p.weigh(strip, p.query_rows(p.q, strip) * strip.factor, training=False)
+            o_rows = torch.bmm(rows.w, p.key_rows(p.v, strip)).mul_(rows.scale)
+            o[strip.batch, strip.heads, :, strip.rows] = o_rows.view(*strip.shape[:4], -1)
+            if weights_out is not None:
+                w = (rows.w * rows.scale).view(strip.shape)
+                weights_out[strip.batch, strip.heads, :, strip.rows, strip.keys] = saturate(w, weights_out.dtype)
+    return o.flatten(1, 2)
+
+
+def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    p = problem
+    do = p.grouped(tame(do) if p.wide else do.to(p.q.dtype))
+    dq, dk, dv = torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
+    for chunk in p.chunks():
+        for strip in p.strips(*chunk):
+            q, k, v = p.query_rows(p.q, strip), p.key_rows(p.k, strip), p.key_rows(p.v, strip)
+            do_rows = p.query_rows(do, strip)
+            rows = p.weigh(strip, q * strip.factor, training=True)
+            dv_keys = p.key_rows(dv, strip)
+            dv_keys.baddbmm_(rows.w.mT, do_rows * rows.scale)
+            dw = torch.bmm(do_rows, v.mT, out=p.scratch("dw"))
+            factor = row_math.backpropagate(rows, dw, strip.n, p.spec, strip.hide, p.scratch) * strip.factor
+            dq_rows = torch.bmm(dw, k).mul_(factor)
+            dq[strip.batch, strip.heads, :, strip.rows] = dq_rows.view(*strip.shape[:4], -1)
+            p.key_rows(dk, strip).baddbmm_(dw.mT, q * factor)
+    dq = dq.flatten(1, 2)
+    if p.spec.cosine:
+        dq = unit_backward(dq, p.q.flatten(1, 2), p.q_norm)
+        dk = unit_backward(dk, p.k, p.k_norm)
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=256)
+def _spec(spec_json: str) -> AttentionSpec:
+    return AttentionSpec.from_dict(json.loads(spec_json))
+
+
+@lru_cache(maxsize=256)
+def _spec_json(spec: AttentionSpec) -> str:
+    return json.dumps(spec.to_dict())
+
+
+def _finite(*tensors: Tensor) -> bool:
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a graph cannot branch on a value
+    return all(bool(x.isfinite().all()) for x in tensors)
+
+
+@torch.library.custom_op("lssar::tiled_forward", mutates_args=())
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
+) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False))
+        if not _finite(o):  # out of the working dtype's range: once more with room to spare
+            o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True))
+        return saturate(o, q.dtype)
+
+
+@tiled_forward.register_fake
+def _(q, k, v, start, stop, mask, spec):
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+@torch.library.custom_op("lssar::tiled_backward", mutates_args=())
+def tiled_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=False), do)
+        if not _finite(*grads):
+            grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=True), do)
+        dq, dk, dv = (saturate(grad, q.dtype) for grad in grads)
+        return dq, dk, dv
+
+
+@tiled_backward.register_fake
+def _(do, q, k, v, start, stop, mask, spec):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, start, stop, mask, ctx.spec = inputs
+    ctx.save_for_backward(q, k, v, start, stop, mask)
+
+
+def _autograd(ctx, do):
+    return (*tiled_backward(do, *ctx.saved_tensors, ctx.spec), None, None, None, None)
+
+
+tiled_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise NotImplementedError(
+        "lssar.attention(impl='tiled') has no second derivative; use impl='reference', which is differentiable twice"
+    )
+
+
+tiled_backward.register_autograd(_refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
+
+
+@torch.library.custom_op("lssar::tiled_weights", mutates_args=())
+def tiled_weights(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
+) -> Tensor:
+    """The weights (B, Hq, Lq, Lk) that `tiled_forward` uses, for looking at; no gradient."""
+    out = q.new_zeros(*q.shape[:3], k.shape[2])
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = out.unflatten(1, (k.shape[1], -1))
+        o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False), grouped)
+        if not _finite(o, out):
+            _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True), grouped)
+    return out
+
+
+@tiled_weights.register_fake
+def _(q, k, v, start, stop, mask, spec):
+    return q.new_empty(*q.shape[:3], k.shape[2])
+
+
+def tiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """Output (B, Hq, Lq, Dv); row i sees keys start <= j < stop where the mask, if any, is True."""
+    return tiled_forward(q, k, v, start, stop, mask, _spec_json(spec))
+
+
+def tiled_attention_weights(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    return tiled_weights(*(x.detach() for x in (q, k, v)), start, stop, mask, _spec_json(spec))

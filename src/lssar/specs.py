@@ -1,0 +1,191 @@
+"""An attention mechanism as a value, and the table of every mechanism of the paper and its controls.
+
+Nothing outside this file knows a mechanism by name: the implementations read the fields of an `AttentionSpec`.
+With S the scores, M' the visible entries and n_i the number of keys that row i may see, a row is made in four steps:
+
+    score       s_ij = scale * [log n_i] * q_i.k_j        (q, k L2-normalised first when `cosine`)
+    activation  a_ij = phi(s_ij + b_i) on visible entries, 0 elsewhere
+    normalise   A_i  = a_i / divisor_i, then optionally re-centred, negated
+    re-weight   A_i  = l1(ReLU(n_i A_i - o_i)^p), o_i = 1, but 0 where n_i <= 3
+
+`docs/mechanism.md` maps each equation and table of the paper to its line here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Scale = Literal["rsqrt_d", "log_d"]
+Activation = Literal["identity", "exp", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
+Bias = Literal["none", "-log_L", "-log_n"]
+Divisor = Literal["none", "l1", "L", "n", "sqrt_n"]
+Recentre = Literal["none", "mean", "mean_l1"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """How one attention row is computed. Immutable, hashable, comparable; make variants with `replace`."""
+
+    name: str
+    cosine: bool = False
+    """L2-normalise q and k per head, so that only directions matter."""
+    scale: Scale = "rsqrt_d"
+    """`rsqrt_d`: 1 / sqrt(d). `log_d`: the natural log of d, as LSSA has it."""
+    log_n: bool = False
+    """Multiply the scores of row i by log n_i."""
+    head_scale: float | None = None
+    """Initial value of a learned scale per query head (SSMax); None: no such scale."""
+    activation: Activation = "exp"
+    bias: Bias = "none"
+    """Added to the scores: `-log_L` is a constant from `train_length`, `-log_n` follows the row."""
+    divisor: Divisor = "l1"
+    """`l1`: the row's absolute sum. `L`: `train_length`. `n`: n_i. `sqrt_n`: gamma * sqrt(n_i / 2). `none`: 1."""
+    gamma: float = 1.0
+    """The constant of the `sqrt_n` divisor (Shen 2023); the paper does not give its value."""
+    train_length: int = 1024
+    """The L of the formulas that name one. A constant, so that a row never depends on what comes after it."""
+    recentre: Recentre = "none"
+    """Subtract the row's mean over its visible entries (rows with n_i <= 3 stay), then optionally l1 again."""
+    negate: bool = False
+    p: float | None = None
+    """Power of the re-weighting, >= 1; None: no re-weighting."""
+
+    def __post_init__(self) -> None:
+        for field, allowed in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be a non-empty string; got {self.name!r}")
+        for field in ("cosine", "log_n", "negate"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field} must be True or False; got {getattr(self, field)!r}")
+        if not _is_number(self.gamma) or not self.gamma > 0:
+            raise ValueError(f"gamma must be a finite number > 0; got {self.gamma!r}")
+        if not isinstance(self.train_length, int) or isinstance(self.train_length, bool) or self.train_length < 1:
+            raise ValueError(f"train_length must be an integer >= 1; got {self.train_length!r}")
+        if self.head_scale is not None:
+            if not _is_number(self.head_scale):
+                raise ValueError(f"head_scale must be a finite number or None; got {self.head_scale!r}")
+            if self.cosine:
+                raise ValueError("head_scale needs dot-product scores: with cosine=True the norm of q is divided out")
+        if self.p is not None:
+            if not _is_number(self.p) or not self.p >= 1:
+                raise ValueError(f"p must be a finite number >= 1, or None for no re-weighting; got {self.p!r}")
+            if self.divisor != "l1" or self.recentre != "none" or self.negate:
+                raise ValueError(
+                    "re-weighting goes on a normalised mechanism (divisor='l1', not re-centred, not negated); "
+                    f"{self.name!r} has divisor={self.divisor!r}, recentre={self.recentre!r}, negate={self.negate}"
+                )
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """A copy with some fields changed; an unknown field is a ValueError."""
+        _check_fields(changes)
+        return dataclasses.replace(self, **changes)
+
+    def reweighted(self, p: float) -> AttentionSpec:
+        """This mechanism followed by the paper's re-weighting (Eq. 5) with power p."""
+        return self.replace(p=p)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as plain values that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> AttentionSpec:
+        """The inverse of `to_dict`; fields left out take their defaults."""
+        _check_fields(fields)
+        if "name" not in fields:
+            raise ValueError("an AttentionSpec needs a name")
+        return cls(**fields)
+
+    def __repr__(self) -> str:
+        shown = [repr(self.name)]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"AttentionSpec({', '.join(shown)})"
+
+    @property
+    def signed(self) -> bool:
+        """Whether the activation can be negative, so that |a| and a differ."""
+        return self.activation in ("identity", "gelu", "mish")
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "scale": get_args(Scale),
+    "activation": get_args(Activation),
+    "bias": get_args(Bias),
+    "divisor": get_args(Divisor),
+    "recentre": get_args(Recentre),
+}
+_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionSpec))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    unknown = sorted(set(fields) - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))}; an AttentionSpec has {', '.join(_FIELDS)}")
+
+
+def _table(*specs: AttentionSpec) -> dict[str, AttentionSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+_LSSA = AttentionSpec(name="lssa", cosine=True, scale="log_d", log_n=True, activation="softplus")
+
+# fmt: off
+_SPECS: dict[str, AttentionSpec] = _table(
+    # Table 1: does softmax need to be positive, or to sum to one?
+    AttentionSpec(name="softmax"),
+    AttentionSpec(name="softmax_inverse", negate=True),
+    AttentionSpec(name="softmax_recentred", recentre="mean"),
+    AttentionSpec(name="softmax_recentred_l1", recentre="mean_l1"),
+    # Table 2, scenarios I to III (IV is softmax): without and with exp, without and with l1
+    AttentionSpec(name="raw", activation="identity", divisor="none"),
+    AttentionSpec(name="exp", divisor="none"),
+    AttentionSpec(name="raw_l1", activation="identity"),
+    # Table 3, Eq. 3: l1 of another activation
+    AttentionSpec(name="l1_relu", activation="relu"),  # also Li 2022 in Table 4
+    AttentionSpec(name="l1_relu2", activation="relu2"),
+    AttentionSpec(name="l1_relu6", activation="relu6"),
+    AttentionSpec(name="l1_gelu", activation="gelu"),
+    AttentionSpec(name="l1_sigmoid", activation="sigmoid"),
+    AttentionSpec(name="l1_softplus", activation="softplus"),
+    AttentionSpec(name="l1_mish", activation="mish"),
+    # Table 4: Ramapuram 2024 as published, with the bias changed, and with l1; Wortsman 2023; Shen 2023
+    AttentionSpec(name="sigmoid", activation="sigmoid", bias="-log_L", divisor="none"),
+    AttentionSpec(name="sigmoid_n", activation="sigmoid", bias="-log_n", divisor="none"),
+    AttentionSpec(name="sigmoid_n_l1", activation="sigmoid", bias="-log_n"),
+    AttentionSpec(name="relu_wortsman", activation="relu", divisor="L"),
+    AttentionSpec(name="relu_shen", activation="relu", divisor="sqrt_n"),
+    # Eq. 4 and Eq. 5
+    _LSSA,
+    _LSSA.replace(name="lssar", p=15),
+    # Controls that the paper lacks: LSSA's scores under softmax; SSMax, whose s starts at 1 / mean(log n), n <= 1024
+    AttentionSpec(name="cosine_softmax", cosine=True, scale="log_d", log_n=True),
+    AttentionSpec(name="ssmax", log_n=True, head_scale=0.168),
+)
+# fmt: on
+
+
+def specs() -> tuple[str, ...]:
+    """The names that `spec` knows."""
+    return tuple(_SPECS)
+
+
+def spec(name: str | AttentionSpec, **changes: Any) -> AttentionSpec:
+    """The named mechanism, with fields changed if asked: `spec("lssar", p=3)`."""
+    if isinstance(name, AttentionSpec):
+        return name.replace(**changes)
+    if not isinstance(name, str) or name not in _SPECS:
+        raise ValueError(f"unknown attention spec {name!r}; known: {', '.join(_SPECS)}")
+    return _SPECS[name].replace(**changes)
