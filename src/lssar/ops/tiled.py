@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from lssar.ops import native
 from lssar.ops import rows as row_math
 from lssar.ops.numerics import saturate, score_factor, tame, unit_and_norm, unit_backward, working_dtype
 from lssar.specs import AttentionSpec
@@ -76,6 +77,7 @@ class _Problem:
             q, self.q_norm = unit_and_norm(q)
             k, self.k_norm = unit_and_norm(k)
         self.q, self.k = self.grouped(q), k
+        self.native = native.supports(q, self.spec, mask)
         self.mask = None if mask is None else mask.expand(B, Hq, self.Lq, self.Lk).unflatten(1, (Hkv, self.g))
         self.start, self.stop = (x.expand(B, self.Lq) for x in torch.broadcast_tensors(start, stop))
         # The host plans the strips: one copy of the bounds, once.
@@ -153,6 +155,8 @@ class _Problem:
 
 def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
     p = problem
+    if p.native and weights_out is None:
+        return native.forward(p.q.flatten(1, 2), p.k, p.v, p.start, p.stop, p.spec)
     o = p.q.new_zeros(p.B, p.Hkv, p.g, p.Lq, p.v.shape[-1])
     for chunk in p.chunks():
         for strip in p.strips(*chunk):
@@ -167,7 +171,19 @@ def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
 
 def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = problem
-    do = p.grouped(tame(do) if p.wide else do.to(p.q.dtype))
+    do = tame(do) if p.wide else do.to(p.q.dtype)
+    if p.native:
+        dq, dk, dv = native.backward(do, p.q.flatten(1, 2), p.k, p.v, p.start, p.stop, p.spec)
+    else:
+        dq, dk, dv = _backward_strips(p, p.grouped(do))
+    if p.spec.cosine:
+        dq = unit_backward(dq, p.q.flatten(1, 2), p.q_norm)
+        dk = unit_backward(dk, p.k, p.k_norm)
+    return dq, dk, dv
+
+
+def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    p = problem
     dq, dk, dv = torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
     for chunk in p.chunks():
         for strip in p.strips(*chunk):
@@ -181,11 +197,7 @@ def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             dq_rows = torch.bmm(dw, k).mul_(factor)
             dq[strip.batch, strip.heads, :, strip.rows] = dq_rows.view(*strip.shape[:4], -1)
             p.key_rows(dk, strip).baddbmm_(dw.mT, q * factor)
-    dq = dq.flatten(1, 2)
-    if p.spec.cosine:
-        dq = unit_backward(dq, p.q.flatten(1, 2), p.q_norm)
-        dk = unit_backward(dk, p.k, p.k_norm)
-    return dq, dk, dv
+    return dq.flatten(1, 2), dk, dv
 
 
 @lru_cache(maxsize=256)
