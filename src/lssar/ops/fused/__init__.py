@@ -1,0 +1,65 @@
+"""Fused Triton kernels for LSSA and LSSAR: forward, backward and decode. Importing this needs neither GPU nor Triton.
+
+The kernels themselves are imported on first use, so that TRITON_INTERPRET=1 may still be set after `import lssar`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["fused_attention", "fused_decode", "why_not"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_SIZES = (16, 256)
+LONGEST = 2**30
+
+
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, mask: Tensor | None = None, window: int | None = None,
+    return_weights: bool = False,
+) -> str | None:  # fmt: skip
+    """None if the fused kernels can run this call, else a sentence a user can act on."""
+    if (
+        not (spec.cosine and spec.log_n)
+        or (spec.scale, spec.activation, spec.divisor, spec.bias, spec.recentre)
+        != ("log_d", "softplus", "l1", "none", "none")
+        or spec.negate
+        or spec.head_scale is not None
+    ):
+        return f"the fused kernels compute LSSA and LSSAR only; {spec.name!r} needs impl='tiled'"
+    if mask is not None:
+        return "the fused kernels take no mask; give padding as key_lengths, packed documents as cu_seqlens, or impl='tiled'"
+    if return_weights:
+        return "the fused kernels never hold the weights; return_weights=True needs impl='reference' or impl='tiled'"
+    if importlib.util.find_spec("triton") is None:
+        return "the fused kernels need Triton, which is not installed"
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the fused kernels run on a GPU; the inputs are on {q.device} (for tests: TRITON_INTERPRET=1)"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        return f"the fused kernels take bfloat16, float16 or float32, one for all; got {q.dtype}, {k.dtype}, {v.dtype}"
+    d = q.shape[-1]
+    if not HEAD_SIZES[0] <= d <= HEAD_SIZES[1] or v.shape[-1] != d:
+        return f"the fused kernels take equal head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[1]}; got q {d}, v {v.shape[-1]}"
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        return "the fused kernels need a contiguous last dimension; call .contiguous() on the input that has none"
+    if max(q.shape[2], k.shape[2]) > LONGEST:
+        return f"the fused kernels take lengths up to {LONGEST}; got {q.shape[2]} and {k.shape[2]}"
+    return None
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, p: float | None, causal: bool, cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """LSSA (p None) or LSSAR (p >= 1). q (B, Hq, Lq, D), k, v (B, Hkv, Lk, D), last dimension contiguous. Differentiable.
+
+    Masks as `lssar.attention` documents them. The result has the layout of q in memory.
+    """
+    from lssar.ops.fused.op import forward_op
+
+    return forward_op(q, k, v, p, causal, cu_seqlens, key_lengths, window)[0]

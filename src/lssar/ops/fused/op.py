@@ -1,0 +1,182 @@
+"""The kernels as PyTorch custom ops: `lssar::fused_forward` and `lssar::fused_backward`, with fakes and autograd."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from lssar.ops.fused.backward import key_gradient_kernel, query_gradient_kernel
+from lssar.ops.fused.forward import forward_kernel
+from lssar.ops.fused.normalize import normalize_kernel
+from lssar.ops.fused.tiles import launch
+
+NORMALIZE_BLOCK = 32
+LOG_DEGREES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 0}
+SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
+"""Unit vectors have no use for bf16's exponent: fp16 copies round the scores eight times more finely."""
+
+
+class _Call:
+    """What forward and backward of one call share: shapes, visibility, normalised copies, constants."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, p: float | None, causal: bool, cu_seqlens: Tensor | None,
+        key_lengths: Tensor | None, window: int | None,
+    ) -> None:  # fmt: skip
+        self.B, self.Hq, self.Lq, self.D = q.shape
+        self.Hkv, self.Lk = k.shape[1], k.shape[2]
+        self.itemsize = q.element_size()
+        self.score_dtype = SCORE_DTYPES[q.dtype]
+        empty = q  # any pointer: never read
+        doc_start = doc_stop = empty
+        if cu_seqlens is not None:
+            doc_start, doc_stop = document_bounds(cu_seqlens, self.Lk)
+        if key_lengths is not None:
+            key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
+        self.visibility = (
+            self.Lq, self.Lk, 0 if window is None else min(window, 2**30),
+            empty if key_lengths is None else key_lengths, doc_start, doc_stop,
+        )  # fmt: skip
+        self.visibility_kind = {
+            "CAUSAL": causal,
+            "WINDOWED": window is not None,
+            "PACKED": cu_seqlens is not None,
+            "HAS_LENGTHS": key_lengths is not None,
+        }
+        exponent = 1.0 if p is None else float(p)
+        self.shape = {
+            "LOG_D": math.log(self.D),
+            "D": self.D,
+            "BLOCK_D": max(16, triton.next_power_of_2(self.D)),
+        }
+        self.mechanism = {
+            "P": int(exponent) if exponent.is_integer() else exponent,
+            "REWEIGHT": p is not None,
+            "LOG_DEGREE": LOG_DEGREES[q.dtype],
+            "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
+        }
+        self.row_stride = triton.cdiv(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
+
+    def per_row(self, planes: int, like: Tensor) -> Tensor:
+        return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
+
+    def normalize(self, q: Tensor, k: Tensor, v: Tensor, v_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
+        unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
+        for x, out, queries in ((q, unit_q, True), (k, unit_k, False)):
+            L, H = x.shape[2], x.shape[1]
+            normalize_kernel[(triton.cdiv(L, NORMALIZE_BLOCK), self.B * H)](
+                x, out, *x.stride()[:3], L, H, v, *v.stride()[:3], v if v_max is None else v_max, *self.visibility,
+                SCALE_QUERIES=queries, VALUE_MAX=not queries and v_max is not None,
+                BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
+            )  # fmt: skip
+        return unit_q, unit_k
+
+
+def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """First key and one past the last key of the document of each position, int32 (total,)."""
+    cu = cu_seqlens.to(torch.int64)
+    document = torch.searchsorted(cu, torch.arange(total, device=cu.device), right=True)
+    bounds = cu.to(torch.int32)
+    return bounds[document - 1], bounds[document]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, p: float | None, causal: bool, cu_seqlens: Tensor | None,
+    key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
+    o = torch.empty_like(q)
+    rows = call.per_row(3, q)
+    if o.numel() == 0:
+        return o, rows
+    unit_q, unit_k = call.normalize(q, k, v)
+
+    def run(tile, constants):
+        forward_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+            unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
+            call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
+        )  # fmt: skip
+
+    launch("forward", call.D, call.itemsize, run)
+    return o, rows
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, p: float | None, causal: bool,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    v_max = q.new_zeros(1, dtype=torch.float32)
+    unit_q, unit_k = call.normalize(q, k, v, v_max)
+    to_keys = call.per_row(5, q)
+    raw_queries = call.score_dtype != q.dtype  # ds needs q's range where unit_q's dtype has less
+    shared = (to_keys.stride(1), to_keys.stride(0), call.Hq, call.Hkv, *call.visibility)
+    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "RAW_QUERIES": raw_queries}
+
+    def run_queries(tile, tile_constants):
+        query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+            unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
+            *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
+            **constants, **tile_constants,
+        )  # fmt: skip
+
+    def run_keys(tile, tile_constants):
+        key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
+            unit_q, unit_k, v, do, q, k, dk, dv, to_keys,
+            *v.stride()[:3], *do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+            *shared, **constants, **tile_constants,
+        )  # fmt: skip
+
+    launch("query_gradient", call.D, call.itemsize, run_queries)
+    launch("key_gradient", call.D, call.itemsize, run_keys)
+    return dq, dk, dv
+
+
+_OPTIONS = "float? p, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
+forward_op = torch.library.custom_op(
+    "lssar::fused_forward", _forward, mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+)  # fmt: skip
+backward_op = torch.library.custom_op(
+    "lssar::fused_backward", _backward, mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+
+
+@forward_op.register_fake
+def _(q, k, v, p, causal, cu_seqlens, key_lengths, window):
+    row_stride = (q.shape[2] + 127) // 128 * 128
+    return torch.empty_like(q), q.new_empty((3, q.shape[0] * q.shape[1], row_stride), dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(q, k, v, o, do, rows, p, causal, cu_seqlens, key_lengths, window):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, ctx.p, ctx.causal, cu_seqlens, key_lengths, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, key_lengths)
+
+
+def _differentiate(ctx, do, _):
+    q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
+    grads = backward_op(q, k, v, o, do, rows, ctx.p, ctx.causal, cu_seqlens, key_lengths, ctx.window)
+    return *grads, None, None, None, None, None
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError("fused LSSAR has no second derivative; use impl='tiled' or impl='reference' for double backward")
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+backward_op.register_autograd(_refuse)

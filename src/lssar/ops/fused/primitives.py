@@ -1,0 +1,270 @@
+"""Device functions that the forward, backward and decode kernels share.
+
+Scores are kept in base 2: x = s * log2(e), and 2 * log2(1 + 2^x) stands for softplus(s), since any common factor of a
+row cancels. Shape letters in tile comments: M query rows, N keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+# Approximate PTX instructions only where there is PTX; the interpreter and AMD take Triton's own functions.
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+USE_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+HIDDEN = tl.constexpr(-1e30)  # a score that contributes nothing: softplus 0, sigmoid 0
+FIRST_ROWS = tl.constexpr(3)  # rows that see at most this many keys have no threshold
+FLAT_TOLERANCE = tl.constexpr(32 * 2.0**-23)  # see numerics.FLAT_ULPS
+
+
+@triton.jit
+def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
+    """acc + a b, float32 accumulation; PRECISION matters for float32 operands alone."""
+    if INTERPRETED:  # it multiplies bfloat16 as if the bits were integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def ex2(x):
+    if USE_PTX:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def lg2(x):
+    if USE_PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def log2_1p(t, PRECISE: tl.constexpr):
+    """log2(1 + t) for t >= 0, with small relative error for small t too. For use once a row, not once an element."""
+    u = 1.0 + t
+    if PRECISE:  # the rounding of 1 + t is undone by the ratio
+        return tl.where(u == 1.0, t * LOG2E, tl.log2(u) * (t / tl.where(u == 1.0, 1.0, u - 1.0)))
+    else:
+        series = t * (LOG2E - t * (0.5 * LOG2E - t * (LOG2E / 3)))
+        return tl.where(t < 0.03125, series, lg2(u))
+
+
+@triton.jit
+def softplus2(x, LOG_DEGREE: tl.constexpr):
+    """2 * log2(1 + 2^x). LOG_DEGREE 4 or 5: minimax polynomial, relative error 6e-5 or 8e-6; 0: to float32 rounding."""
+    t = ex2(-tl.abs(x))
+    twice_relu = x + tl.abs(x)
+    if LOG_DEGREE == 0:
+        return 2.0 * log2_1p(t, True) + twice_relu
+    elif LOG_DEGREE == 4:
+        h = t * 0.11930172264517297 - 0.4542360595704641
+        h = h * t + 0.8837957207499355
+        h = h * t - 1.4339743442599764
+        h = h * t + 2.885226384198825
+    else:
+        h = t * -0.06887098969276658 + 0.29206365555015474
+        h = h * t - 0.606070431873325
+        h = h * t + 0.9383473307769333
+        h = h * t - 1.440852198191515
+        h = h * t + 2.8853658332927084
+    return h * t + twice_relu
+
+
+@triton.jit
+def sigmoid2(x, twice_softplus, LOG_DEGREE: tl.constexpr):
+    """d softplus / d x at x: 2^(x - log2(1 + 2^x)), with small relative error on both sides of zero."""
+    if LOG_DEGREE == 0:
+        return 1.0 / (1.0 + tl.exp2(tl.minimum(-x, 126.0)))
+    else:
+        return ex2(x - 0.5 * twice_softplus)
+
+
+@triton.jit
+def power(w, P: tl.constexpr):
+    """w^P for w >= 0: multiplications for integer P (five for 14 and 15), 0^0 = 0."""
+    if P == 0:
+        return tl.where(w > 0, 1.0, 0.0)
+    elif P != P // 1 or P > 1024:
+        return tl.where(w > 0, ex2(P * lg2(tl.where(w > 0, w, 1.0))), 0.0)
+    elif P % 3 == 0:
+        return _power_of_two_chain(w * w * w, P // 3)
+    else:
+        return _power_of_two_chain(w, P)
+
+
+@triton.jit
+def _power_of_two_chain(w, P: tl.constexpr):
+    result = w
+    for bit in tl.static_range(10, -1, -1):  # P <= 1024: from the bit below the leading one down
+        if P // (2 ** (bit + 1)) >= 1:
+            result = result * result
+            if (P // (2**bit)) % 2 == 1:
+                result = result * w
+    return result
+
+
+@triton.jit
+def _compound(u, v):
+    return u + v + u * v
+
+
+@triton.jit
+def _maximum(u, v):
+    return tl.maximum(u, v)
+
+
+@triton.jit
+def _lanes(x, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] as [M, N / 8, 4, 2]: axes 1 and 3 lie within a thread of a tensor-core accumulator, axis 2 across four."""
+    return tl.reshape(x, [M, N // 8, 4, 2])
+
+
+@triton.jit
+def lane_sum(x, M: tl.constexpr, N: tl.constexpr):
+    """Row sums of [M, N] as [M, 4] partial sums that need no exchange between threads."""
+    return tl.sum(tl.sum(_lanes(x, M, N), 3), 1)
+
+
+@triton.jit
+def lane_max(x, M: tl.constexpr, N: tl.constexpr):
+    return tl.max(tl.max(_lanes(x, M, N), 3), 1)
+
+
+@triton.jit
+def lane_compound(t, M: tl.constexpr, N: tl.constexpr):
+    """prod(1 + t) - 1 over each row of [M, N], as [M, 4] partial products; tiny t are not lost against 1."""
+    return tl.reduce(tl.reduce(_lanes(t, M, N), 3, _compound), 1, _compound)
+
+
+@triton.jit
+def visible_keys(
+    rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [start, stop) that each row sees; both bounds never decrease with the row. Rows past the last repeat it."""
+    rows = tl.minimum(rows, Lq - 1)
+    position = rows + (Lk - Lq)
+    if PACKED:
+        start = tl.load(doc_start_ptr + rows)
+        stop = tl.load(doc_stop_ptr + rows)
+    else:
+        start = rows * 0
+        stop = start + key_stop
+    if CAUSAL:
+        stop = tl.minimum(stop, position + 1)
+    if WINDOWED:
+        start = tl.maximum(start, position - window + 1)
+        stop = tl.minimum(stop, position + window)
+    return start, tl.maximum(start, stop)
+
+
+@triton.jit
+def visible_rows(
+    first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, stop) that see any of the keys first_key..last_key, and the part [full_start, full_stop) of them
+    that sees all of these keys (as far as the tensor has them; key lengths are not looked at)."""
+    offset = Lk - Lq
+    start, stop = 0, Lq
+    full_start, full_stop = 0, Lq
+    if PACKED:
+        start = tl.load(doc_start_ptr + first_key)
+        stop = tl.load(doc_stop_ptr + last_key)
+        full_start = tl.load(doc_start_ptr + last_key)
+        full_stop = tl.load(doc_stop_ptr + first_key)
+    if CAUSAL:
+        start = tl.maximum(start, first_key - offset)
+        full_start = tl.maximum(full_start, last_key - offset)
+    if WINDOWED:
+        start = tl.maximum(start, first_key - offset - window + 1)
+        full_start = tl.maximum(full_start, last_key - offset - window + 1)
+        stop = tl.minimum(stop, last_key - offset + window)
+        full_stop = tl.minimum(full_stop, first_key - offset + window)
+    return start, stop, full_start, full_stop
+
+
+@triton.jit
+def full_tiles(start, stop, full_start, full_stop, BLOCK: tl.constexpr):
+    """Tile-aligned [lo, hi) covering [start, stop), and [a, b) of it whose tiles lie in [full_start, full_stop)."""
+    lo = start // BLOCK * BLOCK
+    hi = tl.cdiv(stop, BLOCK) * BLOCK
+    hi = tl.where(stop > start, hi, lo)
+    a = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK) * BLOCK, lo), hi)
+    b = tl.maximum(tl.minimum(full_stop // BLOCK * BLOCK, hi), a)
+    return lo, a, b, hi
+
+
+@triton.jit
+def score_scale(n, LOG_D: tl.constexpr):
+    """c_i * log2(e), c_i = log(d) * log(n_i): n is a float tensor of visible keys."""
+    return LOG_D * tl.log2(tl.maximum(n, 1.0))
+
+
+@triton.jit
+def load_tile(ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr):
+    """[len(offsets), len(columns)] rows start + offsets of a matrix with unit column stride; zeros outside."""
+    pointers = ptr + tl.cast(start, tl.int64) * stride + offsets[:, None] * stride + columns[None, :]
+    padded: tl.constexpr = columns.shape[0] != D
+    if MASKED and padded:
+        return tl.load(pointers, mask=(start + offsets < stop)[:, None] & (columns < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=(start + offsets < stop)[:, None], other=0.0)
+    elif padded:
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(ptr, value, start, stop, stride, offsets, columns, D: tl.constexpr):
+    """The inverse of a masked load_tile, with values saturated to the finite range of the tensor's dtype."""
+    pointers = ptr + tl.cast(start, tl.int64) * stride + offsets[:, None] * stride + columns[None, :]
+    tl.store(
+        pointers,
+        saturate(value, ptr.dtype.element_ty),
+        mask=(start + offsets < stop)[:, None] & (columns < D)[None, :],
+    )
+
+
+@triton.jit
+def saturate(value, dtype: tl.constexpr):
+    if dtype == tl.float16:
+        limit = 65504.0
+    elif dtype == tl.bfloat16:
+        limit = 3.3895313892515355e38
+    else:
+        limit = 3.4028234663852886e38
+    return tl.minimum(tl.maximum(value, -limit), limit).to(dtype)
+
+
+@triton.jit
+def unit_rows(x):
+    """Rows of x [M, D] (float32) as unit vectors, their largest entry and the norm after division by it.
+
+    |x| = largest * norm without overflow or underflow; a zero row gives a zero vector and largest = 0.
+    """
+    largest = tl.max(tl.abs(x), 1)  # [M]
+    scaled = x / tl.where(largest > 0, largest, 1.0)[:, None]
+    norm = tl.sqrt(tl.sum(scaled * scaled, 1))  # [M]
+    norm = tl.where(largest > 0, norm, 1.0)
+    return scaled / norm[:, None], largest, norm
+
+
+@triton.jit
+def unit_rows_backward(grad_unit, x):
+    """Gradient of x [M, D] (float32) from that of its unit vector: (g - u (u.g)) / |x|, zero for a zero row."""
+    unit, largest, norm = unit_rows(x)
+    along = tl.sum(grad_unit * unit, 1)  # [M]
+    tangent = (grad_unit - unit * along[:, None]) / norm[:, None]
+    grad = tangent / tl.where(largest > 0, largest, 1.0)[:, None]
+    return tl.where((largest > 0)[:, None], grad, 0.0)

@@ -1,0 +1,105 @@
+"""Tile shapes by kernel, head size, element size and architecture, and a launch that falls back to smaller ones.
+
+A table in place of autotuning: no stall at a new length, the same tiles and so the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from lssar.ops.fused.primitives import USE_PTX
+
+
+@dataclass(frozen=True)
+class Tile:
+    """m query rows by n keys; n1, stages1: the same for the forward's first pass (0: as the second)."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    n1: int = 0
+    stages1: int = 0
+    registers: int | None = None  # at most so many a thread, to fit more programs on a multiprocessor
+
+    def constants(self, kernel: str) -> dict:
+        values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
+        if kernel == "forward":
+            values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
+        if self.registers is not None and USE_PTX:
+            values["maxnreg"] = self.registers
+        return values
+
+    def smaller(self) -> Tile | None:
+        """The next tile to try on a card with less shared memory or fewer registers."""
+        if self.registers is not None:
+            return dataclasses.replace(self, registers=None)
+        if max(self.stages, self.stages1) > 2:
+            return dataclasses.replace(self, stages=2, stages1=2)
+        if max(self.n, self.n1) > 32:
+            return dataclasses.replace(self, n=min(self.n, max(self.n, self.n1) // 2), n1=min(self.n1, self.n1 // 2 or 0))
+        if self.m > 32:
+            return dataclasses.replace(self, m=self.m // 2, warps=4)
+        if max(self.stages, self.stages1) > 1:
+            return dataclasses.replace(self, stages=1, stages1=1)
+        if self.n > 16 or self.m > 16:
+            return dataclasses.replace(self, m=16, n=16, n1=16)
+        return None
+
+
+Key = tuple[str, int, int]  # kernel, padded head size, bytes of an element
+
+HOPPER: dict[Key, Tile] = {
+    ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3),
+    ("forward", 128, 2): Tile(128, 64, 8, 3, n1=64, stages1=3),
+    ("forward", 256, 2): Tile(64, 64, 4, 2),
+    ("query_gradient", 64, 2): Tile(64, 64, 4, 3),
+    ("query_gradient", 128, 2): Tile(64, 64, 4, 2),
+    ("query_gradient", 256, 2): Tile(64, 32, 8, 2),
+    ("key_gradient", 64, 2): Tile(64, 64, 4, 3),
+    ("key_gradient", 128, 2): Tile(64, 64, 4, 2),
+    ("key_gradient", 256, 2): Tile(32, 64, 8, 2),
+}
+OTHER: dict[Key, Tile] = {
+    (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
+    for kernel in ("forward", "query_gradient", "key_gradient")
+    for d in (64, 128, 256)
+}
+FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
+INTERPRETED = Tile(32, 32, 1, 1, n1=64)
+
+CHOSEN: dict[Key, Tile] = {}
+"""Tiles that were measured on this card or that a fallback ended at; looked up first."""
+
+
+def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
+    bucket = max(64, triton.next_power_of_2(d))
+    key = (kernel, bucket, itemsize)
+    if key in CHOSEN:
+        return CHOSEN[key]
+    if not torch.cuda.is_available():
+        return INTERPRETED
+    if itemsize == 4:
+        return FLOAT32[bucket]
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
+    return (HOPPER if hopper else OTHER)[key]
+
+
+def launch(name: str, d: int, itemsize: int, run: Callable[[Tile, dict], None]) -> None:
+    """run(tile, constants) launches the kernel; on too little shared memory or too few registers, smaller tiles."""
+    tile = tile_for(name, d, itemsize)
+    while True:
+        try:
+            run(tile, tile.constants(name))
+            return
+        except OutOfResources:
+            following = tile.smaller()
+            if following is None:
+                raise
+            tile = CHOSEN[(name, max(64, triton.next_power_of_2(d)), itemsize)] = following
