@@ -70,8 +70,8 @@ def attention(
     if head_scale is not None or spec.head_scale is not None:
         q = _apply_head_scale(q, spec, head_scale)
 
-    choice: str = impl
-    if impl in ("auto", "fused"):
+    choice: str = "tiled" if impl == "auto" else impl
+    if impl == "fused" or (impl == "auto" and q.is_cuda):
         obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
         if obstacle is None:
             return fused.fused_attention(
@@ -79,7 +79,6 @@ def attention(
             )
         if impl == "fused":
             raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
-        choice = "tiled"
 
     see = visibility(
         q.shape[2], k.shape[2], q.device, causal=causal, window=window, cu_seqlens=cu_seqlens, key_lengths=key_lengths,

@@ -13,6 +13,7 @@ With S the scores, M' the visible entries and n_i the number of keys that row i 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -80,11 +81,13 @@ class AttentionSpec:
                     "re-weighting goes on a normalised mechanism (divisor='l1', not re-centred, not negated); "
                     f"{self.name!r} has divisor={self.divisor!r}, recentre={self.recentre!r}, negate={self.negate}"
                 )
+        # Made here and not on demand: torch.compile then sees one constant, whatever the fields hold.
+        object.__setattr__(self, "_literal", repr(dataclasses.asdict(self)))
 
     def replace(self, **changes: Any) -> AttentionSpec:
         """A copy with some fields changed; an unknown field is a ValueError."""
         _check_fields(changes)
-        return dataclasses.replace(self, **changes)
+        return dataclasses.replace(self, **changes) if changes else self
 
     def reweighted(self, p: float) -> AttentionSpec:
         """This mechanism followed by the paper's re-weighting (Eq. 5) with power p."""
@@ -101,6 +104,15 @@ class AttentionSpec:
         if "name" not in fields:
             raise ValueError("an AttentionSpec needs a name")
         return cls(**fields)
+
+    @property
+    def literal(self) -> str:
+        """`to_dict` as a Python literal: how a spec travels into a registered operator."""
+        return self._literal  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_literal(cls, text: str) -> AttentionSpec:
+        return cls.from_dict(ast.literal_eval(text))
 
     def __repr__(self) -> str:
         shown = [repr(self.name)]
@@ -182,10 +194,10 @@ def specs() -> tuple[str, ...]:
     return tuple(_SPECS)
 
 
-def spec(name: str | AttentionSpec, **changes: Any) -> AttentionSpec:
+def spec(base: str | AttentionSpec, /, **changes: Any) -> AttentionSpec:
     """The named mechanism, with fields changed if asked: `spec("lssar", p=3)`."""
-    if isinstance(name, AttentionSpec):
-        return name.replace(**changes)
-    if not isinstance(name, str) or name not in _SPECS:
-        raise ValueError(f"unknown attention spec {name!r}; known: {', '.join(_SPECS)}")
-    return _SPECS[name].replace(**changes)
+    if isinstance(base, AttentionSpec):
+        return base.replace(**changes)
+    if not isinstance(base, str) or base not in _SPECS:
+        raise ValueError(f"unknown attention spec {base!r}; known: {', '.join(_SPECS)}")
+    return _SPECS[base].replace(**changes)

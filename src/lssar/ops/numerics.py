@@ -98,21 +98,21 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-class _Widen(torch.autograd.Function):
+class _Cast(torch.autograd.Function):
     """Cast up; the gradient comes back saturated rather than infinite."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
-        ctx.dtype = x.dtype
+    def forward(ctx, x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:  # type: ignore[override]
+        ctx.dtype, ctx.from_finite = x.dtype, from_finite
         return x.to(dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return saturate(grad, ctx.dtype), None
+        return settle(grad, ctx.dtype, ctx.from_finite), None, None
 
 
-def widen(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return _Widen.apply(x, dtype)
+def widen(x: Tensor, dtype: torch.dtype, from_finite: bool = False) -> Tensor:
+    return _Cast.apply(x, dtype, from_finite)
 
 
 def extreme(*tensors: Tensor) -> bool:
@@ -124,8 +124,28 @@ def extreme(*tensors: Tensor) -> bool:
     return False
 
 
-def tame(x: Tensor) -> Tensor:
-    """Float64 copy whose rows are scaled down to WIDE_LIMIT where they exceed it: their scores saturate anyway."""
+def tame_rows(x: Tensor) -> Tensor:
+    """Float64, rows scaled down to WIDE_LIMIT where they exceed it: the scores of such a row saturate anyway."""
     x = x.double()
-    largest = x.abs().amax(-1, keepdim=True)
-    return torch.where(largest > WIDE_LIMIT, x / largest * WIDE_LIMIT, x)
+    return x * (WIDE_LIMIT / x.detach().abs().amax(-1, keepdim=True).clamp_min(WIDE_LIMIT))
+
+
+def tame(x: Tensor) -> tuple[Tensor, float]:
+    """Float64, all of it scaled down to WIDE_LIMIT where it exceeds that, and the scale: for what enters linearly."""
+    x = x.double()
+    largest = float(x.detach().abs().max()) if x.numel() else 0.0
+    scale = WIDE_LIMIT / max(WIDE_LIMIT, largest)
+    return x * scale, scale
+
+
+def finite(*tensors: Tensor) -> bool:
+    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a graph cannot branch on a value
+    return all(bool(x.isfinite().all()) for x in tensors)
+
+
+def settle(x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:
+    """Saturate a wide-range result; what even float64 cannot hold is 0, unless the input itself was not finite."""
+    limit = torch.finfo(dtype).max
+    x = x.nan_to_num(nan=0.0 if from_finite else torch.nan, posinf=limit, neginf=-limit)
+    return x.clamp(-limit, limit).to(dtype)

@@ -14,12 +14,15 @@ from lssar.ops.numerics import (
     FIRST_ROWS,
     eps_of,
     extreme,
+    finite,
     fixed_divisor,
     flat_tolerance,
     saturate,
     score_bias,
     score_factor,
+    settle,
     tame,
+    tame_rows,
     unit,
     widen,
     working_dtype,
@@ -98,7 +101,9 @@ def reference_attention(
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     visible = visible.expand(*visible.shape[:2], q.shape[2], k.shape[2])
     n = visible.sum(-1, keepdim=True).to(q.dtype)
-    w = weights(scores(q, k, n, spec), visible, n, q.shape[-1], spec, wide)
+    w = scores(q, k, n, spec)
+    if w.numel() > 0:
+        w = weights(w, visible, n, q.shape[-1], spec, wide)
     return w @ v, w
 
 
@@ -106,12 +111,12 @@ def safe_reference_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """`reference_attention` for users: half types in float32, and float64 where float32's range might not do."""
-    dtype = q.dtype
+    dtype, working = q.dtype, working_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        if extreme(q, k, v):
-            q, k, v = (tame(widen(x, torch.float64)) for x in (q, k, v))
-            o, w = reference_attention(q, k, v, visible, spec, wide=True)
-        else:
-            q, k, v = (widen(x, working_dtype(dtype)) for x in (q, k, v))
-            o, w = reference_attention(q, k, v, visible, spec)
-    return saturate(o, dtype), saturate(w, dtype)
+        o, w = reference_attention(*(widen(x, working) for x in (q, k, v)), visible, spec)
+        if (finite(o, w) and not extreme(q, k, v)) or not finite(q, k, v):
+            return saturate(o, dtype), saturate(w, dtype)
+        q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))
+        v, scale = tame(v)
+        o, w = reference_attention(tame_rows(q), tame_rows(k), v, visible, spec, wide=True)
+        return settle(o / scale, dtype, True), settle(w, dtype, True)

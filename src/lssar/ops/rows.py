@@ -219,9 +219,10 @@ def _reweight(
     tau = (total / n.clamp_min(1)).masked_fill_(n <= FIRST_ROWS, 0)
     spread = a_max - tau
     flat = (spread.abs() <= flat_tolerance(a_max, score_bound, spec, eps_of(a.dtype))) & (total > 0) & (n > FIRST_ROWS)
-    inverse = torch.where(flat | (spread <= 0), 0, 1 / spread)
+    spread = torch.where(flat | (spread <= 0), torch.inf, spread)
 
-    z = torch.sub(a, tau, out=buffer("z") if training else a).clamp_min_(0).mul_(inverse)
+    # Divided, not multiplied by a reciprocal: the largest z is exactly 1, and the gradient of a needle exactly 0.
+    z = torch.sub(a, tau, out=buffer("z") if training else a).clamp_min_(0).div_(spread)
     y = None
     if training:
         y = power(z, spec.p - 1, buffer("y"), buffer("t"))
@@ -237,7 +238,7 @@ def _reweight(
         norm = torch.where(flat, n, norm)
         if y is not None:
             y.masked_fill_(flat, 0)
-    return Rows(w=w, scale=_reciprocal(norm), a=a, y=y, kappa=spec.p * inverse)
+    return Rows(w=w, scale=_reciprocal(norm), a=a, y=y, kappa=spec.p / spread)
 
 
 def _recentre(rows: Rows, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, score_bound: Tensor) -> Rows:

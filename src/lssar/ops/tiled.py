@@ -9,7 +9,6 @@ Shape letters: B batch, h key heads, g query heads per key head, R rows and K ke
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,17 @@ from torch import Tensor
 
 from lssar.ops import native
 from lssar.ops import rows as row_math
-from lssar.ops.numerics import saturate, score_factor, tame, unit_and_norm, unit_backward, working_dtype
+from lssar.ops.numerics import (
+    finite,
+    saturate,
+    score_factor,
+    settle,
+    tame,
+    tame_rows,
+    unit_and_norm,
+    unit_backward,
+    working_dtype,
+)
 from lssar.specs import AttentionSpec
 
 CPU_STRIP = 2**19
@@ -65,14 +74,19 @@ class _Scratch:
 class _Problem:
     """Inputs in the working dtype, grouped by key head, and the strips that cover them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec_json: str,
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec_literal: str,
                  wide: bool):  # fmt: skip
-        self.spec = _spec(spec_json)
+        self.spec = _spec(spec_literal)
         self.wide = wide
         (B, Hq, self.Lq, self.D), (_, Hkv, self.Lk, _) = q.shape, k.shape
         self.B, self.Hkv, self.g = B, Hkv, Hq // Hkv
         dtype = working_dtype(q.dtype)
-        q, k, self.v = (tame(x) if wide else x.to(dtype) for x in (q, k, v))
+        self.v_scale = 1.0
+        if wide:
+            q, k = tame_rows(q), tame_rows(k)
+            self.v, self.v_scale = tame(v)
+        else:
+            q, k, self.v = (x.to(dtype) for x in (q, k, v))
         if self.spec.cosine:
             q, self.q_norm = unit_and_norm(q)
             k, self.k_norm = unit_and_norm(k)
@@ -166,12 +180,12 @@ def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
             if weights_out is not None:
                 w = (rows.w * rows.scale).view(strip.shape)
                 weights_out[strip.batch, strip.heads, :, strip.rows, strip.keys] = saturate(w, weights_out.dtype)
-    return o.flatten(1, 2)
+    return o.flatten(1, 2) / p.v_scale if p.wide else o.flatten(1, 2)
 
 
 def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = problem
-    do = tame(do) if p.wide else do.to(p.q.dtype)
+    do, do_scale = tame(do) if p.wide else (do.to(p.q.dtype), 1.0)
     if p.native:
         dq, dk, dv = native.backward(do, p.q.flatten(1, 2), p.k, p.v, p.start, p.stop, p.spec)
     else:
@@ -179,6 +193,8 @@ def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if p.spec.cosine:
         dq = unit_backward(dq, p.q.flatten(1, 2), p.q_norm)
         dk = unit_backward(dk, p.k, p.k_norm)
+    if p.wide:
+        dq, dk, dv = dq / do_scale / p.v_scale, dk / do_scale / p.v_scale, dv / do_scale
     return dq, dk, dv
 
 
@@ -201,19 +217,8 @@ def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 @lru_cache(maxsize=256)
-def _spec(spec_json: str) -> AttentionSpec:
-    return AttentionSpec.from_dict(json.loads(spec_json))
-
-
-@lru_cache(maxsize=256)
-def _spec_json(spec: AttentionSpec) -> str:
-    return json.dumps(spec.to_dict())
-
-
-def _finite(*tensors: Tensor) -> bool:
-    if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return True  # a graph cannot branch on a value
-    return all(bool(x.isfinite().all()) for x in tensors)
+def _spec(literal: str) -> AttentionSpec:
+    return AttentionSpec.from_literal(literal)
 
 
 @torch.library.custom_op("lssar::tiled_forward", mutates_args=())
@@ -222,8 +227,9 @@ def tiled_forward(
 ) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
         o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False))
-        if not _finite(o):  # out of the working dtype's range: once more with room to spare
+        if not finite(o):  # out of the working dtype's range: once more with room to spare
             o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True))
+            return settle(o, q.dtype, finite(q, k, v))
         return saturate(o, q.dtype)
 
 
@@ -238,9 +244,12 @@ def tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
         grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=False), do)
-        if not _finite(*grads):
+        if finite(*grads):
+            dq, dk, dv = (saturate(grad, q.dtype) for grad in grads)
+        else:
             grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=True), do)
-        dq, dk, dv = (saturate(grad, q.dtype) for grad in grads)
+            clean = finite(do, q, k, v)
+            dq, dk, dv = (settle(grad, q.dtype, clean) for grad in grads)
         return dq, dk, dv
 
 
@@ -279,7 +288,7 @@ def tiled_weights(
     with torch.autocast(q.device.type, enabled=False):
         grouped = out.unflatten(1, (k.shape[1], -1))
         o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False), grouped)
-        if not _finite(o, out):
+        if not finite(o, out):
             _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True), grouped)
     return out
 
@@ -293,10 +302,10 @@ def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
     """Output (B, Hq, Lq, Dv); row i sees keys start <= j < stop where the mask, if any, is True."""
-    return tiled_forward(q, k, v, start, stop, mask, _spec_json(spec))
+    return tiled_forward(q, k, v, start, stop, mask, spec.literal)
 
 
 def tiled_attention_weights(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
-    return tiled_weights(*(x.detach() for x in (q, k, v)), start, stop, mask, _spec_json(spec))
+    return tiled_weights(*(x.detach() for x in (q, k, v)), start, stop, mask, spec.literal)

@@ -1,0 +1,81 @@
+"""Shared by the tests: inputs, variants of visibility, and the error bound."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import lssar
+from lssar.ops.reference import reference_attention
+from lssar.visibility import visibility
+
+REWEIGHTED = {
+    "softmax p=3": lssar.spec("softmax").reweighted(3),
+    "sigmoid_n_l1 p=15": lssar.spec("sigmoid_n_l1").reweighted(15),
+    "lssar p=1": lssar.spec("lssar", p=1),
+    "lssar p=2.5": lssar.spec("lssar", p=2.5),
+    "l1_gelu p=3": lssar.spec("l1_gelu").reweighted(3),
+    "raw_l1 p=2": lssar.spec("raw_l1").reweighted(2),
+    "wortsman n": lssar.spec("relu_wortsman", divisor="n"),
+}
+ALL_SPECS = {**{name: lssar.spec(name) for name in lssar.specs()}, **REWEIGHTED}
+
+
+def qkv(B=2, Hq=4, Hkv=2, Lq=19, Lk=19, D=6, Dv=None, dtype=torch.float64, grad=True) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(B, Hq, Lq, D, dtype=torch.float64)
+    k = torch.randn(B, Hkv, Lk, D, dtype=torch.float64)
+    v = torch.randn(B, Hkv, Lk, Dv or D, dtype=torch.float64)
+    q, k, v = (x.to(dtype).requires_grad_(grad) for x in (q, k, v))
+    return q, k, v
+
+
+def views(B: int, Hq: int, L: int) -> dict[str, dict]:
+    """Ways to say what a row may see, for self-attention of length L (the pack needs B = 1)."""
+    mask = torch.rand(B, Hq, L, L, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 2, :] = False  # a row that sees nothing
+    cases = {
+        "causal": {},
+        "full": {"causal": False},
+        "mask": {"causal": False, "mask": mask},
+        "causal, key mask": {"mask": mask[:, :1, :1]},
+        "window": {"window": 5},
+        "full, window": {"window": 3, "causal": False},
+        "padding": {"key_lengths": torch.arange(B) * (L // 2) + min(L, 2)},
+    }
+    if B == 1:
+        cases["pack"] = {"cu_seqlens": torch.tensor([0, 1, 1, 4, L // 2, L])}
+    return cases
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, spec, dtype: torch.dtype, **view) -> Tensor:
+    """The reference's arithmetic in one dtype throughout: what a user's own PyTorch code would lose."""
+    see = visibility(q.shape[2], k.shape[2], q.device, **{"causal": True, **view})
+    return reference_attention(q.to(dtype), k.to(dtype), v.to(dtype), see.dense(k.shape[2]), lssar.spec(spec))[0]
+
+
+def with_gradients(f, inputs: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of f(*inputs), as leaves of their own."""
+    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    o = f(*leaves)
+    return (o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype)))
+
+
+def assert_within_twice_eager(got, eager_runs, exact, eps: float, note: str = "", floor=(0.0, 0.0, 0.0, 0.0)) -> None:
+    """Error against float64, in the root mean square, at most twice what eager computation loses and a few roundings.
+
+    The largest single error is a matter of luck from one run to the next, so it may be up to eight times eager's.
+    `eager_runs`: one or more eager results, e.g. all in half precision, and half precision inputs in float32.
+    `floor`: error that is allowed in any case, for o, dq, dk, dv.
+    """
+    for index, name in enumerate(("o", "dq", "dk", "dv")):
+        x, r = got[index], exact[index]
+        assert x.isfinite().all(), f"{note}: {name} is not finite"
+        always = 4 * eps * float(r.abs().max()) + floor[index]
+        for measure, times in (("root mean square", 2), ("largest", 8)):
+            error = _size(x.double() - r, measure)
+            lost = max(_size((run[index].double() - r).nan_to_num(torch.inf), measure) for run in eager_runs)
+            assert error <= times * lost + always, f"{note}: {measure} error of {name} is {error:.3g}, eager's {lost:.3g}"
+
+
+def _size(x: Tensor, measure: str) -> float:
+    return float(x.abs().max()) if measure == "largest" else float(x.square().mean().sqrt())

@@ -1,0 +1,139 @@
+"""The strips against the reference: values and gradients, every spec, every way to say what a row sees."""
+
+import pytest
+import torch
+
+import lssar
+from lssar.ops import tiled
+from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, qkv, views, with_gradients
+
+VIEWS = list(views(1, 4, 19))
+HALF_EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+
+
+def spec_ids(specs):
+    return pytest.mark.parametrize("spec", specs.values(), ids=specs)
+
+
+@pytest.fixture(params=["one strip", "many strips"])
+def strips(request, monkeypatch):
+    """Tiny strips, so that a short test crosses many of their borders."""
+    if request.param == "many strips":
+        monkeypatch.setattr(tiled, "CPU_STRIP", 64)
+        monkeypatch.setattr(tiled, "MAX_ROWS", 8)
+
+
+@spec_ids(ALL_SPECS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_equals_reference_in_float64(spec, view, strips):
+    inputs = qkv(B=1, Lq=19, Lk=19, Dv=5)
+    options = views(1, 4, 19)[view]
+    do = torch.randn(1, 4, 19, 5, dtype=torch.float64)
+    exact = with_gradients(lambda *x: lssar.attention(*x, spec, impl="reference", **options), inputs, do)
+    ours = with_gradients(lambda *x: lssar.attention(*x, spec, impl="tiled", **options), inputs, do)
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
+
+
+@spec_ids(ALL_SPECS)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("view", ["causal", "full", "mask", "pack"])
+def test_gradcheck(spec, impl, view):
+    """GQA throughout: four query heads on two key heads."""
+    inputs = qkv(B=1, Lq=9, Lk=9, D=4)
+    options = views(1, 4, 9)[view]
+    assert torch.autograd.gradcheck(
+        lambda *x: lssar.attention(*x, spec, impl=impl, **options), inputs, fast_mode=True, atol=1e-6, rtol=1e-3
+    )
+
+
+@pytest.mark.slow
+@spec_ids(ALL_SPECS)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_gradcheck_entry_by_entry(spec, impl):
+    inputs = qkv(B=1, Lq=7, Lk=7, D=3)
+    assert torch.autograd.gradcheck(lambda *x: lssar.attention(*x, spec, impl=impl), inputs)
+
+
+@spec_ids(ALL_SPECS)
+@pytest.mark.parametrize("dtype", HALF_EPS, ids=str)
+@pytest.mark.parametrize("view", ["causal", "mask"])
+def test_error_is_bounded_by_what_eager_loses(spec, dtype, view):
+    B, L = 2, 111
+    inputs = qkv(B=B, Lq=L, Lk=L, D=32, dtype=dtype, grad=False)
+    options = views(B, 4, L)[view]
+    do = torch.randn(B, 4, L, 32).to(dtype)
+    if spec.head_scale:  # the scale is part of the input here; the reference function takes q already scaled
+        spec = spec.replace(head_scale=None)
+    ours = with_gradients(lambda *x: lssar.attention(*x, spec, impl="tiled", **options), inputs, do)
+    exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **options), inputs, do)
+    low = with_gradients(lambda *x: eager(*x, spec, dtype, **options), inputs, do)
+    assert ours[0].dtype == dtype
+    assert_within_twice_eager(ours, [low], exact, HALF_EPS[dtype])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 111, 257])
+@pytest.mark.parametrize("name", ["lssar", "lssa", "softmax"])
+def test_odd_lengths(length, name, strips):
+    inputs = qkv(B=2, Lq=length, Lk=length)
+    do = torch.randn(2, 4, length, 6, dtype=torch.float64)
+    exact = with_gradients(lambda *x: lssar.attention(*x, name, impl="reference"), inputs, do)
+    ours = with_gradients(lambda *x: lssar.attention(*x, name, impl="tiled"), inputs, do)
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (3, 9), (9, 3), (5, 0), (0, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_and_keys_of_different_length(queries, keys, causal):
+    inputs = qkv(Lq=queries, Lk=keys)
+    do = torch.randn(2, 4, queries, 6, dtype=torch.float64)
+    exact = with_gradients(lambda *x: lssar.attention(*x, causal=causal, impl="reference"), inputs, do)
+    ours = with_gradients(lambda *x: lssar.attention(*x, causal=causal, impl="tiled"), inputs, do)
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@spec_ids(ALL_SPECS)
+def test_weights(spec):
+    q, k, v = qkv()
+    o, w = lssar.attention(q, k, v, spec, impl="tiled", return_weights=True)
+    reference = lssar.attention(q, k, v, spec, impl="reference", return_weights=True)[1]
+    torch.testing.assert_close(w, reference.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(w @ v.repeat_interleave(2, 1), o, rtol=1e-10, atol=1e-10)
+    assert not w.requires_grad
+
+
+def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient():
+    mask = torch.ones(19, 19, dtype=torch.bool)
+    mask[4] = False
+    for impl in ("reference", "tiled"):
+        for name in lssar.specs():
+            q, k, v = qkv()
+            o = lssar.attention(q, k, v, name, mask=mask, impl=impl)
+            assert (o[:, :, 4] == 0).all()
+            (dq,) = torch.autograd.grad(o[:, :, 4].sum(), q)
+            assert (dq == 0).all(), (impl, name)
+
+
+def test_operator_is_registered_properly():
+    q, k, v = qkv(Lq=5, Lk=5)
+    bounds = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
+    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, lssar.spec("lssar").literal))
+
+
+def test_strided_inputs_and_outputs():
+    q, k, v = (torch.randn(2, 7, 4, 6, dtype=torch.float64).transpose(1, 2) for _ in range(3))
+    o = lssar.attention(q, k, v, impl="tiled")
+    torch.testing.assert_close(o, lssar.attention(*(x.contiguous() for x in (q, k, v)), impl="reference"))
+
+
+def test_memory_is_linear_in_length():
+    """Scratch follows the strip budget, not the length squared."""
+    q, k, v = qkv(B=1, Hq=1, Hkv=1, Lq=4096, Lk=4096, D=4, dtype=torch.float32, grad=False)
+    start, stop = torch.zeros(1, 4096, dtype=torch.int64), torch.arange(1, 4097)[None]
+    problem = tiled._Problem(q, k, v, start, stop, None, lssar.spec("lssar").literal, wide=False)
+    problem.native = False
+    tiled._forward(problem)
+    tiled._backward(problem, torch.ones_like(q))
+    assert sum(x.numel() for x in problem.scratch.memory.values()) <= 6 * tiled.CPU_STRIP < 4096**2 / 4

@@ -1,0 +1,169 @@
+"""The public call: its contract, its errors, and how it behaves inside PyTorch's machinery."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import lssar
+from tests.helpers import qkv, with_gradients
+
+
+def test_the_calls_of_the_contract():
+    q, k, v = qkv(grad=False)
+    mask = torch.rand(2, 1, 19, 19) > 0.3
+    outputs = [
+        lssar.attention(q, k, v),
+        lssar.attention(q, k, v, "lssa", causal=False),
+        lssar.attention(q, k, v, lssar.spec("lssar", p=3), mask=mask),
+        lssar.attention(q, k, v, lssar.spec("softmax").reweighted(p=3)),
+        lssar.attention(q[:1], k[:1], v[:1], cu_seqlens=torch.tensor([0, 7, 19], dtype=torch.int32)),
+        lssar.attention(q, k, v, return_weights=True)[0],
+    ]
+    assert all(o.shape == (o.shape[0], 4, 19, 6) for o in outputs)
+    torch.testing.assert_close(outputs[0], lssar.attention(q, k, v, lssar.spec("lssar", p=15), impl="reference"))
+
+
+def test_softmax_is_pytorchs_softmax():
+    q, k, v = qkv(grad=False)
+    for impl in ("reference", "tiled"):
+        torch.testing.assert_close(
+            lssar.attention(q, k, v, "softmax", impl=impl),
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        )
+
+
+def test_learned_scale_of_ssmax():
+    q, k, v = qkv()
+    scale = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: lssar.attention(q, k, v, "ssmax", head_scale=s), scale, fast_mode=True)
+    n = torch.arange(1, 20, dtype=torch.float64)[:, None]
+    s = q @ k.repeat_interleave(2, 1).mT / 6**0.5 * n.log() * scale[:, None, None]
+    s = s.masked_fill(torch.ones(19, 19, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(lssar.attention(q, k, v, "ssmax", head_scale=scale), s.softmax(-1) @ v.repeat_interleave(2, 1))
+    default = lssar.attention(q, k, v, "ssmax")
+    filled = torch.full((4,), lssar.spec("ssmax").head_scale, dtype=torch.float64)
+    torch.testing.assert_close(default, lssar.attention(q, k, v, "ssmax", head_scale=filled))
+
+
+F = torch.randn
+BAD_CALLS = {
+    "q is no tensor": (dict(q=[1.0]), "q must be a tensor"),
+    "q has three dimensions": (dict(q=F(4, 8, 6)), r"q must be a tensor \(batch, heads, length, head size\)"),
+    "integers": (dict(q=torch.ones(2, 4, 8, 6, dtype=torch.int64)), "q must be float16, bfloat16"),
+    "two dtypes": (dict(k=F(2, 2, 8, 6).double()), "must have one dtype"),
+    "two devices": (dict(v=F(2, 2, 8, 6, device="meta")), "must be on one device"),
+    "two batch sizes": (dict(k=F(3, 2, 8, 6)), "one batch size"),
+    "two head sizes": (dict(k=F(2, 2, 8, 5)), "one head size"),
+    "head size 0": (dict(q=F(2, 4, 8, 0), k=F(2, 2, 8, 0)), "at least 1"),
+    "k and v of different length": (dict(v=F(2, 2, 7, 6)), "same heads and length"),
+    "heads that do not divide": (dict(q=F(2, 3, 8, 6)), "multiple of key heads; got 3 and 2"),
+    "unknown spec": (dict(spec="lsar"), "unknown attention spec 'lsar'; known: softmax,"),
+    "unknown impl": (dict(impl="fast"), "impl must be one of 'auto', 'reference', 'tiled', 'fused'; got 'fast'"),
+    "causal as a number": (dict(causal=1), "causal must be True or False"),
+    "float mask": (dict(mask=torch.zeros(8, 8)), "mask must be a bool tensor"),
+    "mask of another shape": (dict(mask=torch.ones(8, 7, dtype=torch.bool)), "mask must broadcast to"),
+    "mask of five dimensions": (dict(mask=torch.ones(1, 1, 1, 8, 8, dtype=torch.bool)), "mask must broadcast to"),
+    "mask on another device": (dict(mask=torch.ones(8, 8, dtype=torch.bool, device="meta")), "mask must be on cpu"),
+    "window 0": (dict(window=0), "window must be an integer >= 1"),
+    "window as float": (dict(window=2.0), "window must be an integer >= 1"),
+    "pack of two batch rows": (dict(cu_seqlens=torch.tensor([0, 8])), "one packed batch row"),
+    "pack of floats": (dict(cu_seqlens=torch.tensor([0.0, 8.0])), "cu_seqlens must be a 1-D int32 or int64"),
+    "lengths and pack": (
+        dict(cu_seqlens=torch.tensor([0, 8]), key_lengths=torch.tensor([8, 8])),
+        "cannot be combined",
+    ),
+    "one length for two rows": (dict(key_lengths=torch.tensor([3])), r"key_lengths must have shape \(2,\)"),
+    "length beyond the keys": (dict(key_lengths=torch.tensor([3, 9])), r"key_lengths must lie in 0\.\.8; got 3\.\.9"),
+    "negative length": (dict(key_lengths=torch.tensor([-1, 8])), r"key_lengths must lie in 0\.\.8"),
+    "head_scale where there is none": (dict(head_scale=torch.ones(4)), "has no learned scale"),
+    "head_scale of key heads": (dict(spec="ssmax", head_scale=torch.ones(2)), r"head_scale must be a tensor of shape \(4,\)"),
+    "fused without a GPU": (dict(impl="fused"), "impl='fused' cannot run this call: "),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_bad_calls(changes, words):
+    arguments = {"q": F(2, 4, 8, 6), "k": F(2, 2, 8, 6), "v": F(2, 2, 8, 6)}
+    with pytest.raises(ValueError, match=words):
+        lssar.attention(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize("bounds", [[0], [1, 8], [0, 7], [0, 5, 4, 8], [0, 9]])
+def test_bad_packs(bounds):
+    q, k, v = qkv(B=1, Lq=8, Lk=8)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        lssar.attention(q, k, v, cu_seqlens=torch.tensor(bounds))
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax"])
+def test_autocast(name):
+    q, k, v = qkv(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = [lssar.attention(q, k, v, name, impl=impl) for impl in ("tiled", "reference")]
+    plain = lssar.attention(*(x.bfloat16() for x in (q, k, v)), name)
+    for o in outputs:
+        assert o.dtype == torch.bfloat16
+        torch.testing.assert_close(o, plain)
+        grads = torch.autograd.grad(o.float().sum(), (q, k, v))
+        assert all(g.dtype == torch.float32 and g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_without_a_graph_break(backend, dynamic):
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend=backend, dynamic=dynamic)
+    def f(q, k, v):
+        return lssar.attention(q.sin(), k, v) + lssar.attention(q, k, v, "softmax", window=4)
+
+    def plain(q, k, v):
+        return lssar.attention(q.sin(), k, v) + lssar.attention(q, k, v, "softmax", window=4)
+
+    for length in (8, 13):
+        inputs = qkv(Lq=length, Lk=length)
+        do = torch.randn(2, 4, length, 6, dtype=torch.float64)
+        for a, b in zip(with_gradients(f, inputs, do), with_gradients(plain, inputs, do)):
+            torch.testing.assert_close(a, b)
+
+
+def test_compiled_pack_and_padding():
+    torch._dynamo.reset()
+    q, k, v = qkv(B=1, grad=False)
+    f = torch.compile(lssar.attention, fullgraph=True, backend="aot_eager")
+    cu, lengths = torch.tensor([0, 5, 19]), torch.tensor([7])
+    torch.testing.assert_close(f(q, k, v, cu_seqlens=cu), lssar.attention(q, k, v, cu_seqlens=cu))
+    torch.testing.assert_close(f(q, k, v, key_lengths=lengths), lssar.attention(q, k, v, key_lengths=lengths))
+
+
+def test_gradient_checkpointing():
+    inputs = qkv()
+    do = torch.randn(2, 4, 19, 6, dtype=torch.float64)
+    plain = with_gradients(lambda *x: lssar.attention(*x), inputs, do)
+    saved = with_gradients(lambda *x: checkpoint(lssar.attention, *x, use_reentrant=False), inputs, do)
+    for a, b in zip(saved, plain):
+        assert torch.equal(a, b)
+
+
+def test_double_backward_is_refused_where_it_is_not_there():
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(lssar.attention(q, k, v, impl="tiled").sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative; use impl='reference'"):
+        torch.autograd.grad(dq.sum(), q)
+    small = qkv(B=1, Hq=1, Hkv=1, Lq=5, Lk=5, D=3)
+    assert torch.autograd.gradgradcheck(lambda *x: lssar.attention(*x, "lssa", impl="reference"), small)
+
+
+def test_inputs_are_left_alone():
+    inputs = qkv(grad=False)
+    copies = [x.clone() for x in inputs]
+    for name in lssar.specs():
+        lssar.attention(*inputs, name)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies))
+
+
+def test_same_bits_every_time():
+    inputs = qkv(B=1, Lq=257, Lk=257, D=16, dtype=torch.float32)
+    do = torch.randn(1, 4, 257, 16)
+    first, second = (with_gradients(lssar.attention, inputs, do) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
