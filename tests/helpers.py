@@ -74,7 +74,9 @@ def assert_within_twice_eager(got, eager_runs, exact, eps: float, note: str = ""
         for measure, times in (("root mean square", 2), ("largest", 8)):
             error = _size(x.double() - r, measure)
             lost = max(_size((run[index].double() - r).nan_to_num(torch.inf), measure) for run in eager_runs)
-            assert error <= times * lost + always, f"{note}: {measure} error of {name} is {error:.3g}, eager's {lost:.3g}"
+            assert error <= times * lost + always, (
+                f"{note}: {measure} error of {name} is {error:.3g}, eager's {lost:.3g}"
+            )
 
 
 def _size(x: Tensor, measure: str) -> float:

@@ -39,7 +39,9 @@ def test_learned_scale_of_ssmax():
     n = torch.arange(1, 20, dtype=torch.float64)[:, None]
     s = q @ k.repeat_interleave(2, 1).mT / 6**0.5 * n.log() * scale[:, None, None]
     s = s.masked_fill(torch.ones(19, 19, dtype=torch.bool).triu(1), -torch.inf)
-    torch.testing.assert_close(lssar.attention(q, k, v, "ssmax", head_scale=scale), s.softmax(-1) @ v.repeat_interleave(2, 1))
+    torch.testing.assert_close(
+        lssar.attention(q, k, v, "ssmax", head_scale=scale), s.softmax(-1) @ v.repeat_interleave(2, 1)
+    )
     default = lssar.attention(q, k, v, "ssmax")
     filled = torch.full((4,), lssar.spec("ssmax").head_scale, dtype=torch.float64)
     torch.testing.assert_close(default, lssar.attention(q, k, v, "ssmax", head_scale=filled))
@@ -76,7 +78,10 @@ BAD_CALLS = {
     "length beyond the keys": (dict(key_lengths=torch.tensor([3, 9])), r"key_lengths must lie in 0\.\.8; got 3\.\.9"),
     "negative length": (dict(key_lengths=torch.tensor([-1, 8])), r"key_lengths must lie in 0\.\.8"),
     "head_scale where there is none": (dict(head_scale=torch.ones(4)), "has no learned scale"),
-    "head_scale of key heads": (dict(spec="ssmax", head_scale=torch.ones(2)), r"head_scale must be a tensor of shape \(4,\)"),
+    "head_scale of key heads": (
+        dict(spec="ssmax", head_scale=torch.ones(2)),
+        r"head_scale must be a tensor of shape \(4,\)",
+    ),
     "fused without a GPU": (dict(impl="fused"), "impl='fused' cannot run this call: "),
 }
 

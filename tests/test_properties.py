@@ -1,5 +1,7 @@
 """Properties that hold for any input (hypothesis), in both implementations that run anywhere."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,8 +73,7 @@ def test_a_pack_equals_separate_calls(impl, data, spec, cuts, causal):
     bounds = [0, *sorted(min(c, length) for c in cuts), length]
     packed = lssar.attention(q, k, v, spec, cu_seqlens=torch.tensor(bounds), causal=causal, impl=impl)
     parts = [
-        lssar.attention(*(x[:, :, a:b] for x in (q, k, v)), spec, causal=causal, impl=impl)
-        for a, b in zip(bounds, bounds[1:])
+        lssar.attention(*(x[:, :, a:b] for x in (q, k, v)), spec, causal=causal, impl=impl) for a, b in pairwise(bounds)
     ]
     close(packed, torch.cat(parts, 2))
 
@@ -82,7 +83,9 @@ def test_a_pack_equals_separate_calls(impl, data, spec, cuts, causal):
 @given(inputs(), any_spec, st.integers(1, 4))
 def test_a_cache_step_equals_the_last_rows_of_the_full_call(impl, data, spec, rows):
     q, k, v, _ = data
-    close(lssar.attention(q[:, :, -rows:], k, v, spec, impl=impl), lssar.attention(q, k, v, spec, impl=impl)[:, :, -rows:])
+    close(
+        lssar.attention(q[:, :, -rows:], k, v, spec, impl=impl), lssar.attention(q, k, v, spec, impl=impl)[:, :, -rows:]
+    )
 
 
 @both

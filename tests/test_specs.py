@@ -6,8 +6,9 @@ import pytest
 import lssar
 from lssar import AttentionSpec
 
-CONTRACT = """softmax softmax_inverse softmax_recentred softmax_recentred_l1 raw exp raw_l1 l1_relu l1_relu2 l1_relu6 l1_gelu
-l1_sigmoid l1_softplus l1_mish sigmoid sigmoid_n sigmoid_n_l1 relu_wortsman relu_shen lssa lssar cosine_softmax ssmax"""
+CONTRACT = """softmax softmax_inverse softmax_recentred softmax_recentred_l1 raw exp raw_l1 l1_relu l1_relu2 l1_relu6
+l1_gelu l1_sigmoid l1_softplus l1_mish sigmoid sigmoid_n sigmoid_n_l1 relu_wortsman relu_shen lssa lssar cosine_softmax
+ssmax"""
 
 
 def test_every_name_of_the_contract_is_there():
@@ -18,7 +19,13 @@ def test_every_name_of_the_contract_is_there():
 def test_paper_choices():
     lssa = lssar.spec("lssa")
     assert lssar.spec("lssar") == lssa.replace(name="lssar", p=15)
-    assert (lssa.cosine, lssa.scale, lssa.log_n, lssa.activation, lssa.divisor) == (True, "log_d", True, "softplus", "l1")
+    assert (lssa.cosine, lssa.scale, lssa.log_n, lssa.activation, lssa.divisor) == (
+        True,
+        "log_d",
+        True,
+        "softplus",
+        "l1",
+    )
     mean_log_n = sum(math.log(n) for n in range(1, 1025)) / 1024
     assert lssar.spec("ssmax").head_scale == pytest.approx(1 / mean_log_n, rel=5e-3)
 

@@ -1,8 +1,8 @@
 """Softplus attention with re-weighting (LSSA, LSSAR): one operator, every mechanism a value.
 
-    import lssar
-    o = lssar.attention(q, k, v)                                # LSSAR, p = 15, causal
-    o = lssar.attention(q, k, v, lssar.spec("lssar", p=3))
+import lssar
+o = lssar.attention(q, k, v)                                # LSSAR, p = 15, causal
+o = lssar.attention(q, k, v, lssar.spec("lssar", p=3))
 """
 
 from lssar.attention import attention

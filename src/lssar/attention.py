@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
@@ -21,13 +22,16 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, return_weights: Literal[False] = ...,
-    **options: Any,
+    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
+    window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    head_scale: Tensor | None = ..., return_weights: Literal[False] = ..., impl: Implementation = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, return_weights: Literal[True], **options: Any
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
+    window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
+    head_scale: Tensor | None = ..., return_weights: Literal[True], impl: Implementation = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -65,7 +69,7 @@ def attention(
         (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.
     """
     spec = spec_of(spec)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = (_autocast(x) for x in (q, k, v))
     _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, impl)
     if head_scale is not None or spec.head_scale is not None:
         q = _apply_head_scale(q, spec, head_scale)
@@ -93,13 +97,11 @@ def attention(
     return o
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(x: Tensor) -> Tensor:
     """Under autocast, what SDPA does: float32 and half inputs go to the autocast dtype."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in _DTYPES[:3] else x for x in tensors)
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES[:3] or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _apply_head_scale(q: Tensor, spec: AttentionSpec, head_scale: Tensor | None) -> Tensor:
@@ -108,7 +110,9 @@ def _apply_head_scale(q: Tensor, spec: AttentionSpec, head_scale: Tensor | None)
     if head_scale is None:
         return q * spec.head_scale
     if not isinstance(head_scale, Tensor) or head_scale.shape != (q.shape[1],):
-        raise ValueError(f"head_scale must be a tensor of shape ({q.shape[1]},), one a query head; got {_show(head_scale)}")
+        raise ValueError(
+            f"head_scale must be a tensor of shape ({q.shape[1]},), one a query head; got {_show(head_scale)}"
+        )
     return (q * head_scale[:, None, None]).to(q.dtype)
 
 
@@ -183,5 +187,5 @@ def _check_pack(cu_seqlens: Any, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total length; got {_show(cu_seqlens)}")
     if not torch.compiler.is_compiling() and not cu_seqlens.is_cuda:
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != q.shape[2] or any(a > b for a, b in zip(bounds, bounds[1:])):
+        if bounds[0] != 0 or bounds[-1] != q.shape[2] or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must rise from 0 to the total length {q.shape[2]}; got {bounds}")

@@ -102,12 +102,12 @@ class _Cast(torch.autograd.Function):
     """Cast up; the gradient comes back saturated rather than infinite."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:
         ctx.dtype, ctx.from_finite = x.dtype, from_finite
         return x.to(dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         return settle(grad, ctx.dtype, ctx.from_finite), None, None
 
 

@@ -113,7 +113,7 @@ def safe_reference_attention(
     """`reference_attention` for users: half types in float32, and float64 where float32's range might not do."""
     dtype, working = q.dtype, working_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):
-        o, w = reference_attention(*(widen(x, working) for x in (q, k, v)), visible, spec)
+        o, w = reference_attention(widen(q, working), widen(k, working), widen(v, working), visible, spec)
         if (finite(o, w) and not extreme(q, k, v)) or not finite(q, k, v):
             return saturate(o, dtype), saturate(w, dtype)
         q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))

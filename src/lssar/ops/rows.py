@@ -1,8 +1,8 @@
 """Attention rows in place: scores to weights, and the gradient of weights to the gradient of scores, for any spec.
 
-A strip is a block of whole rows: (N, R, K), with every key that its rows may see, so that sums over a row need no second
-pass and no online correction. Weights come out as `w * scale`, with `scale` (N, R, 1) one factor a row, because the
-factor is cheaper to apply to the (R, D) product than to the (R, K) strip. Formulas: docs/derivations.md.
+A strip is a block of whole rows: (N, R, K), with every key that its rows may see, so that sums over a row need no
+second pass and no online correction. Weights come out as `w * scale`, with `scale` (N, R, 1) one factor a row, because
+the factor is cheaper to apply to the (R, D) product than to the (R, K) strip. Formulas: docs/derivations.md.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Rows:
     w: Tensor  # (N, R, K), unscaled weights; may share memory with a
     scale: Tensor  # (N, R, 1)
     a: Tensor  # (N, R, K), activations, 0 where hidden
-    y: Tensor | None = None  # re-weighted: z^(p-1), 0 in flat rows; re-centred: the softmax weights
-    kappa: Tensor | None = None  # re-weighted: p / (Z (amax - tau)) without Z
+    y: Tensor | None = None  # re-weighted: z^(p-1), 0 in flat rows
+    kappa: Tensor | None = None  # re-weighted: p / (amax - tau); re-centred: 1 / sum a
     s: Tensor | None = None  # scores, where the derivative cannot be had from a
 
 
@@ -50,7 +50,7 @@ def softplus_(s: Tensor, bound: float) -> Tensor:
     """In place; `bound` is the largest score there can be."""
     if bound < LOG1P_EXP_LIMIT:
         return s.exp_().log1p_()
-    return torch._C._nn.softplus(s, out=s)
+    return torch.ops.aten.softplus.out(s, out=s)
 
 
 def power(z: Tensor, p: float, out: Tensor, spare: Tensor) -> Tensor:
@@ -113,6 +113,7 @@ def weigh(
 def backpropagate(rows: Rows, dw: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer) -> Tensor:
     """dw (N, R, K), the gradient of the final weights, becomes that of the scores, but for the returned row factor."""
     if spec.p is not None:
+        assert rows.y is not None and rows.kappa is not None
         dot = torch.mul(rows.w, dw, out=buffer("t")).sum(-1, keepdim=True).mul_(rows.scale)
         g = dw.sub_(dot).mul_(rows.y)
         mean = (g.sum(-1, keepdim=True) / n.clamp_min(1)).masked_fill(n <= FIRST_ROWS, 0)
@@ -125,6 +126,7 @@ def backpropagate(rows: Rows, dw: Tensor, n: Tensor, spec: AttentionSpec, hide: 
         factor = torch.ones_like(n)
         if spec.recentre != "none":
             dw, factor = _recentre_backward(rows, dw, n, spec, hide, buffer)
+            assert rows.kappa is not None
             l1_scale = rows.kappa
         else:
             l1_scale = rows.scale.abs()

@@ -1,8 +1,8 @@
 """The operator in strips of whole rows: exact for every spec, memory linear in length, with its own backward.
 
-A strip is a block of query rows against all the keys that any of them may see. Its size follows a budget of elements, so
-the working memory is O(L x rows), and on a CPU a strip stays in cache through the sweeps over it. The row arithmetic is
-in `rows.py`. Nothing of the forward is kept for the backward but its inputs.
+A strip is a block of query rows against all the keys that any of them may see. Its size follows a budget of elements,
+so the working memory is O(L x rows), and on a CPU a strip stays in cache through the sweeps over it. The row arithmetic
+is in `rows.py`. Nothing of the forward is kept for the backward but its inputs.
 
 Shape letters: B batch, h key heads, g query heads per key head, R rows and K keys of a strip, N = b h of a strip.
 """
@@ -74,9 +74,10 @@ class _Scratch:
 class _Problem:
     """Inputs in the working dtype, grouped by key head, and the strips that cover them."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec_literal: str,
-                 wide: bool):  # fmt: skip
-        self.spec = _spec(spec_literal)
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str, wide: bool
+    ):
+        self.spec = _spec(spec)
         self.wide = wide
         (B, Hq, self.Lq, self.D), (_, Hkv, self.Lk, _) = q.shape, k.shape
         self.B, self.Hkv, self.g = B, Hkv, Hq // Hkv

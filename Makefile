@@ -1,0 +1,37 @@
+# `make demo` and `make test` do all their own set-up, in .venv; PYTHON names the interpreter to make it with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-slow lint bench clean
+
+demo: $(READY)
+	$(BIN)/lssar demo
+
+test: $(READY) lint
+	LSSAR_REQUIRE_NATIVE=1 $(BIN)/python -m pytest -n auto
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The CPU figures of the README and docs/cpu.md.
+bench: $(READY)
+	$(BIN)/lssar bench --contestants tiled:lssar tiled:lssa tiled:softmax tiled:cosine_softmax sdpa:softmax eager:lssar \
+	  --lengths 1024 2048 4096 8192 --heads 4 --head-sizes 64 --out benchmarks/results/cpu-float32 --overwrite
+
+# torch comes first and alone: a plain request would bring a CUDA build of several gigabytes where a CPU one will do.
+$(READY): pyproject.toml constraints.txt setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(shell grep -E '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

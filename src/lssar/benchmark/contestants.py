@@ -1,0 +1,194 @@
+"""Who can be measured: ours and the peers, each named `implementation:mechanism`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.attention import attention
+from lssar.ops.numerics import score_factor, unit
+from lssar.ops.reference import reference_attention
+from lssar.specs import AttentionSpec, spec
+from lssar.visibility import visibility
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: self-attention of one shape and dtype on one device."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    length: int
+    head_size: int
+    dtype: str
+    device: str
+    causal: bool = True
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v, do: standard normal from the seed."""
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+
+        def draw(heads: int) -> Tensor:
+            shape = (self.batch, heads, self.length, self.head_size)
+            return torch.randn(shape, generator=generator, device=self.device).to(self.torch_dtype)
+
+        return draw(self.heads), draw(self.key_heads), draw(self.key_heads), draw(self.heads)
+
+    def __str__(self) -> str:
+        return f"B {self.batch} H {self.heads} L {self.length} D {self.head_size} {self.dtype}"
+
+
+class Unavailable(Exception):
+    """Why a contestant cannot run a case; reported in its place."""
+
+
+def split_name(name: str) -> tuple[str, AttentionSpec]:
+    """`tiled:lssar` or `tiled:lssar,p=3` -> implementation and mechanism."""
+    implementation, _, mechanism = name.partition(":")
+    if implementation not in _IMPLEMENTATIONS or not mechanism:
+        raise ValueError(
+            f"unknown contestant {name!r}; wanted IMPLEMENTATION:MECHANISM with an implementation of "
+            f"{', '.join(_IMPLEMENTATIONS)} and a mechanism of lssar.specs(), e.g. {', '.join(contestant_names()[:3])}"
+        )
+    base, *changes = mechanism.split(",")
+    fields = dict(change.split("=", 1) for change in changes)
+    return implementation, spec(base, **{key: float(value) for key, value in fields.items()})
+
+
+def build(name: str, case: Case) -> tuple[Attention, AttentionSpec]:
+    """A function of q, k, v for this case, or `Unavailable`."""
+    implementation, mechanism = split_name(name)
+    return _IMPLEMENTATIONS[implementation](mechanism, case), mechanism
+
+
+def contestant_names() -> list[str]:
+    """Those that make sense out of the box; any other `implementation:mechanism` may be asked for."""
+    return [
+        "fused:lssar", "fused:lssa", "tiled:lssar", "tiled:lssa", "tiled:softmax", "tiled:cosine_softmax",
+        "eager:lssar", "compiled:lssar", "sdpa:softmax", "cudnn:softmax", "flash:softmax", "flex:softmax",
+        "flex:lssa", "flex:lssar",
+    ]  # fmt: skip
+
+
+def _ours(implementation: str) -> Callable[[AttentionSpec, Case], Attention]:
+    def make(mechanism: AttentionSpec, case: Case) -> Attention:
+        if implementation == "fused" and case.device != "cuda":
+            raise Unavailable("needs a GPU")
+        return functools.partial(attention, spec=mechanism, causal=case.causal, impl=implementation)
+
+    return make
+
+
+def _eager(mechanism: AttentionSpec, case: Case) -> Attention:
+    """What a user writes first: the formula, dense, through autograd. Inputs of half precision stay so."""
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see = visibility(q.shape[2], k.shape[2], q.device, causal=case.causal)
+        return reference_attention(q, k, v, see.dense(k.shape[2]), mechanism)[0]
+
+    return dense
+
+
+def _compiled(mechanism: AttentionSpec, case: Case) -> Attention:
+    return torch.compile(_eager(mechanism, case), fullgraph=True, dynamic=False)
+
+
+def _sdpa(backend: str | None) -> Callable[[AttentionSpec, Case], Attention]:
+    def make(mechanism: AttentionSpec, case: Case) -> Attention:
+        if mechanism != spec("softmax"):
+            raise Unavailable("SDPA computes softmax only")
+        plain = functools.partial(
+            F.scaled_dot_product_attention, is_causal=case.causal, enable_gqa=case.heads != case.key_heads
+        )
+        if backend is None:
+            return plain
+        if case.device != "cuda":
+            raise Unavailable("needs a GPU")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def restricted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(getattr(SDPBackend, backend)):
+                return plain(q, k, v)
+
+        return restricted
+
+    return make
+
+
+def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
+    """FlexAttention, as far as it goes.
+
+    Its softmax makes exp(score): a score of log(a) gives weights a / sum a for any activation a. Re-weighting needs the
+    row's mean first, so LSSAR takes two calls: the first one's log-sum-exp is log sum a.
+    """
+    if case.device != "cuda":
+        raise Unavailable("needs a GPU")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if case.causal:
+        mask = create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=case.device, _compile=True
+        )
+    gqa = case.heads != case.key_heads
+    if mechanism == spec("softmax"):
+        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+    if not (mechanism.cosine and mechanism.log_n and mechanism.activation == "softplus" and mechanism.divisor == "l1"):
+        raise Unavailable("FlexAttention is set up for softmax, lssa and lssar")
+    n = torch.arange(1, case.length + 1, device=case.device, dtype=torch.float32)
+    if not case.causal:
+        n = torch.full_like(n, case.length)
+    factor = score_factor(n, case.head_size, mechanism)
+    power = mechanism.p
+
+    def softplus(score: Tensor, i: Tensor) -> Tensor:
+        s = score * factor[i]
+        return torch.relu(s) + torch.log1p(torch.exp(-s.abs()))
+
+    def lssa_score(score, b, h, i, j):
+        return torch.log(softplus(score, i))
+
+    options: dict[str, Any] = {"block_mask": mask, "scale": 1.0, "enable_gqa": gqa}
+    if power is None:
+        return lambda q, k, v: flex(unit(q), unit(k), v, score_mod=lssa_score, **options)
+
+    def lssar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _, lse = flex(unit(q), unit(k), v, score_mod=lssa_score, return_lse=True, **options)
+        tau = torch.where(n > 3, lse.exp() / n, 0)
+
+        def score_mod(score, b, h, i, j):
+            above = softplus(score, i) - tau[b, h, i]
+            return torch.where(above > 0, power * torch.log(above), -torch.inf)
+
+        return flex(unit(q), unit(k), v, score_mod=score_mod, **options)
+
+    return lssar
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[AttentionSpec, Case], Attention]] = {
+    "fused": _ours("fused"),
+    "tiled": _ours("tiled"),
+    "reference": _ours("reference"),
+    "eager": _eager,
+    "compiled": _compiled,
+    "sdpa": _sdpa(None),
+    "cudnn": _sdpa("CUDNN_ATTENTION"),
+    "flash": _sdpa("FLASH_ATTENTION"),
+    "efficient": _sdpa("EFFICIENT_ATTENTION"),
+    "flex": _flex,
+}

@@ -1,0 +1,117 @@
+"""Every figure. Matplotlib is an extra: a clear error says so where it is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lssar.records import write_file
+
+COLOURS = {  # one mechanism, one colour, in every figure
+    "softmax": "#4c72b0",
+    "cosine_softmax": "#55a868",
+    "lssa": "#dd8452",
+    "lssar": "#c44e52",
+}
+_OTHERS = ("#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
+_STYLES = {
+    "fused": "-",
+    "tiled": "-",
+    "eager": ":",
+    "compiled": "-.",
+    "sdpa": "--",
+    "cudnn": "--",
+    "flash": "-.",
+    "flex": ":",
+}
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install 'lssar[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({
+        "figure.dpi": 130, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+        "legend.frameon": False, "font.size": 9,
+    })  # fmt: skip
+    return plt
+
+
+def colour(mechanism: str, index: int = 0) -> str:
+    return COLOURS.get(mechanism.split(",")[0], _OTHERS[index % len(_OTHERS)])
+
+
+def _save(figure: Any, path: Path, overwrite: bool) -> Path:
+    write_file(path, lambda p: figure.savefig(p, bbox_inches="tight"), overwrite)
+    _pyplot().close(figure)
+    return path
+
+
+def plot_dilution(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
+    """How rows spread as the context grows: the three statistics of `lssar demo` against n."""
+    plt = _pyplot()
+    panels = {
+        "peak": "largest weight",
+        "entropy": "entropy, nats",
+        "effective": "effective number of keys",
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.2))
+    for axis, (statistic, title) in zip(axes, panels.items()):
+        for mechanism in result["mechanisms"]:
+            rows = [row for row in result["rows"] if row["mechanism"] == mechanism]
+            axis.plot(
+                [r["n"] for r in rows],
+                [r[statistic] for r in rows],
+                "o-",
+                ms=3,
+                color=colour(mechanism),
+                label=mechanism,
+            )
+        axis.set(xscale="log", title=title, xlabel="keys in the row, n")
+        axis.set_xscale("log", base=2)
+        if statistic == "effective":
+            axis.set_yscale("log")
+        if statistic == "peak":
+            axis.set_ylim(0, 1.02)
+    axes[0].legend()
+    return _save(figure, path, overwrite)
+
+
+def plot_benchmark(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
+    """Time and memory against length, a row of panels for each head size and dtype."""
+    plt = _pyplot()
+    rows = result["rows"]
+    modes = [mode for mode in ("forward", "backward", "both") if any(f"{mode}_ms" in row for row in rows)]
+    settings = sorted({(row["head_size"], row["dtype"]) for row in rows})
+    columns = [*(f"{mode}_ms" for mode in modes), "peak_extra_mib"]
+    figure, axes = plt.subplots(
+        len(settings), len(columns), figsize=(3.4 * len(columns), 3 * len(settings)), squeeze=False
+    )
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    for line, (head_size, dtype) in zip(axes, settings):
+        for axis, column in zip(line, columns):
+            for index, name in enumerate(names):
+                implementation, mechanism = name.split(":")
+                points = sorted(
+                    (row["length"], row[column])
+                    for row in rows
+                    if row["contestant"] == name
+                    and (row["head_size"], row["dtype"]) == (head_size, dtype)
+                    and column in row
+                )
+                if points:
+                    axis.plot(
+                        *zip(*points), marker="o", ms=3, label=name, color=colour(mechanism, index),
+                        ls=_STYLES.get(implementation, "-"),
+                    )  # fmt: skip
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            what = "peak extra memory, MiB" if column == "peak_extra_mib" else f"{column.removesuffix('_ms')}, ms"
+            axis.set(xlabel="length", title=f"{what} (d {head_size}, {dtype})")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    return _save(figure, path, overwrite)
