@@ -1,0 +1,78 @@
+"""Write the tables of the README and docs from the committed results, so that they cannot drift.
+
+A table stands between `<!-- figures: results/NAME.json MODE... -->` and `<!-- end -->`. `python benchmarks/report.py`
+fills them in; with `--check` it only says whether that would change anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
+
+
+def table(path: Path, modes: list[str]) -> str:
+    """Milliseconds and peak memory for each case and contestant, with the ratio to softmax SDPA in the same run."""
+    result = json.loads(path.read_text())
+    lines = [
+        "| shape | " + " | ".join(["implementation", *(f"{mode}, ms" for mode in modes), "peak extra MiB"]) + " |",
+        "|---|" + "---|" * (len(modes) + 2),
+    ]
+    for row in result["rows"]:
+        shape = f"{row['batch']} x {row['heads']} x {row['length']} x {row['head_size']}, {row['dtype']}"
+        peer = _peer(row, result["rows"])
+        cells = [f"`{row['contestant']}`"]
+        for mode in modes:
+            value = row.get(f"{mode}_ms")
+            ratio = f" ({value / peer[f'{mode}_ms']:.2f}x)" if value and peer and peer is not row else ""
+            cells.append(f"{value:.4g}{ratio}" if value else "-")
+        cells.append(f"{row['peak_extra_mib']:.0f}" if "peak_extra_mib" in row else _obstacle(row))
+        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
+    machine = result["environment"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    lines.append(
+        f"\n{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}, seed "
+        f"{result['rows'][0]['seed']}. Ratio to softmax SDPA of the same run in brackets. Command: `{result['command']}`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _peer(row: dict, rows: list[dict]) -> dict | None:
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal")
+    alike = [r for r in rows if all(r[key] == row[key] for key in same)]
+    for name in ("cudnn:softmax", "sdpa:softmax"):
+        for r in alike:
+            if r["contestant"] == name and "forward_ms" in r:
+                return r
+    return None
+
+
+def _obstacle(row: dict) -> str:
+    return next((f"{key}: {row[key]}" for key in ("unavailable", "incorrect", "failed") if key in row), "-")
+
+
+def filled(page: Path) -> str:
+    def block(match: re.Match[str]) -> str:
+        return match[1] + table(ROOT / "benchmarks" / match[2], match[3].split()) + match[4]
+
+    return BLOCK.sub(block, page.read_text())
+
+
+def main() -> None:
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = filled(page)
+        if text != page.read_text():
+            stale.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(text)
+    print(("stale: " if "--check" in sys.argv else "filled in: ") + (", ".join(stale) or "nothing"))
+    sys.exit(1 if stale and "--check" in sys.argv else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A benchmark that cannot tell right from wrong is worth nothing: wrong contestants must get no figures."""
+
+import pytest
+import torch
+
+import lssar
+from lssar.benchmark import contestants, measure
+from lssar.benchmark.contestants import Case
+
+CASE = Case(batch=1, heads=2, key_heads=1, length=70, head_size=8, dtype="float32", device="cpu")
+
+
+def right(q, k, v):
+    return lssar.attention(q, k, v)
+
+
+WRONG = {
+    "another mechanism": lambda q, k, v: lssar.attention(q, k, v, "lssa"),
+    "another p": lambda q, k, v: lssar.attention(q, k, v, lssar.spec("lssar", p=14)),
+    "sees the future": lambda q, k, v: lssar.attention(q, k, v, causal=False),
+    "NaN in one row": lambda q, k, v: right(q, k, v).index_fill(2, torch.tensor([69]), torch.nan),
+    "gradient cut": lambda q, k, v: right(q.detach(), k, v) + 0 * q,
+    "zeros": lambda q, k, v: 0 * right(q, k, v),
+}
+
+
+def test_the_right_one_passes():
+    errors = measure.check(right, lssar.spec("lssar"), CASE, gradients=True)
+    assert set(errors) == {"o", "dq", "dk", "dv"}
+    assert max(errors.values()) < 1e-4
+
+
+@pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
+def test_wrong_ones_do_not(function):
+    with pytest.raises(measure.Incorrect):
+        measure.check(function, lssar.spec("lssar"), CASE, gradients=True)
+
+
+def test_no_figures_for_what_is_wrong(monkeypatch):
+    from lssar.benchmark import run
+
+    monkeypatch.setitem(contestants._IMPLEMENTATIONS, "tiled", lambda mechanism, case: WRONG["zeros"])
+    try:
+        figures = measure.measure("tiled:lssar", CASE, ("forward", "both"), 0.01)
+    except Exception as error:
+        figures = run._failure(error)
+    assert list(figures) == ["incorrect"]
+
+
+def test_a_process_that_dies_is_reported(monkeypatch):
+    from lssar.benchmark import run
+
+    monkeypatch.setattr(run, "_child", _dies)
+    assert "code 9" in run._in_own_process("tiled:lssar", CASE, ("forward",), 0.01)["failed"]
+
+
+def _dies(*arguments):
+    import os
+
+    os._exit(9)
