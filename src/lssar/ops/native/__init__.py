@@ -1,21 +1,130 @@
-"""Compiled strips for the CPU (optional): the same results as the PyTorch strips of `tiled.py`, faster."""
+"""Compiled strips for the CPU (optional): the same results as the PyTorch strips of `tiled.py`, faster.
+
+The C sources beside this file are built into the extension module `_kernels` when the package is installed and a compiler
+is there; without it `supports` is False and `tiled.py` does the work. Environment, read at import:
+
+    LSSAR_NATIVE=0          do without it
+    LSSAR_NATIVE_ISA=name   a lesser instruction set than the processor's best: `avx2` or `baseline`
+
+How it works, and what it gains: docs/cpu.md.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import math
+import os
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from lssar.specs import AttentionSpec
 
+_ACTIVATIONS = {"softplus": 0, "exp": 1}
+_OUT_OF_MEMORY = -1
+
+
+class _Problem(ctypes.Structure):
+    """`struct problem` of problem.h, field by field."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("batch", "key_heads", "group", "queries", "keys", "head_size", "value_size")
+        ),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "d_out", "out", "d_q", "d_k", "d_v", "start", "stop")),
+        *((f"{name}_{axis}_stride", ctypes.c_int64) for name in ("start", "stop") for axis in ("batch", "query")),
+        *((name, ctypes.c_int64) for name in ("activation", "cosine", "log_n", "reweighted")),
+        ("scale", ctypes.c_double),
+        ("p", ctypes.c_double),
+        ("threads", ctypes.c_int64),
+    )
+
+
+def _load() -> ctypes.CDLL | None:
+    if os.environ.get("LSSAR_NATIVE") == "0":
+        return None
+    found = importlib.util.find_spec("lssar.ops.native._kernels")
+    if found is None or found.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(found.origin)
+    except OSError:  # built for another machine
+        return None
+    library.lssar_isa.restype = ctypes.c_char_p
+    library.lssar_problem_size.restype = ctypes.c_int64
+    # An old build beside newer sources must not be called.
+    return library if library.lssar_problem_size() == ctypes.sizeof(_Problem) else None
+
+
+_library = _load()
+_asked_isa = os.environ.get("LSSAR_NATIVE_ISA", "").encode()
+
+
+def isa() -> str | None:
+    """The instruction set in use; None where there is no compiled kernel."""
+    name = None if _library is None else _library.lssar_isa(_asked_isa)
+    return None if name is None else name.decode()
+
 
 def supports(q: Tensor, spec: AttentionSpec, mask: Tensor | None) -> bool:
-    return False
+    return (
+        _library is not None
+        and q.device.type == "cpu"
+        and q.dtype == torch.float32
+        and mask is None
+        and _covers(spec)
+        and isa() is not None
+    )
+
+
+@lru_cache(maxsize=256)
+def _covers(spec: AttentionSpec) -> bool:
+    plain = spec.bias == "none" and spec.recentre == "none" and not spec.negate
+    return plain and spec.divisor == "l1" and spec.activation in _ACTIVATIONS
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec) -> Tensor:
-    raise NotImplementedError
+    """Output (B, Hq, Lq, Dv); q and k are unit vectors where the spec is cosine, start and stop are (B, Lq)."""
+    o = q.new_empty(*q.shape[:3], v.shape[3])
+    _run(q, k, v, start, stop, spec, out=o)
+    return o
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError
+    """Gradients of q, k (as they were given: unit vectors where cosine) and v."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    _run(q, k, v, start, stop, spec, d_out=do, d_q=dq, d_k=dk, d_v=dv)
+    return dq, dk, dv
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, **others: Tensor
+) -> None:  # fmt: skip
+    (B, Hq, Lq, D), (_, Hkv, Lk, Dv) = q.shape, v.shape
+    if min(B, Lq, Lk, Dv) == 0:  # nothing to see
+        for x in others.values():
+            x.zero_()
+        return
+    tensors = {"q": q, "k": k, "v": v, **others}
+    tensors = {name: x.contiguous() for name, x in tensors.items()}  # outputs are contiguous already
+    start, stop = (x.to(torch.int64) for x in (start, stop))
+    assert _library is not None
+    problem = _Problem(
+        batch=B, key_heads=Hkv, group=Hq // Hkv, queries=Lq, keys=Lk, head_size=D, value_size=Dv,
+        start=start.data_ptr(), start_batch_stride=start.stride(0), start_query_stride=start.stride(1),
+        stop=stop.data_ptr(), stop_batch_stride=stop.stride(0), stop_query_stride=stop.stride(1),
+        activation=_ACTIVATIONS[spec.activation], cosine=spec.cosine, log_n=spec.log_n,
+        scale=math.log(D) if spec.scale == "log_d" else 1 / math.sqrt(D),
+        reweighted=spec.p is not None, p=spec.p or 0.0, threads=torch.get_num_threads(),
+        **{name: x.data_ptr() for name, x in tensors.items()},
+    )  # fmt: skip
+    error = _library.lssar_run(ctypes.byref(problem), _asked_isa)
+    if error == _OUT_OF_MEMORY:
+        raise MemoryError("no memory for the working space of the attention kernel")
+    if error:
+        raise RuntimeError(f"the attention kernel has no instruction set {_asked_isa.decode()!r} on this machine")
