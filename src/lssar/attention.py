@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from lssar.ops import fused
+from lssar.ops import fused, sdpa
 from lssar.ops.reference import safe_reference_attention
 from lssar.ops.tiled import tiled_attention, tiled_attention_weights
 from lssar.specs import AttentionSpec
@@ -62,8 +62,8 @@ def attention(
         key_lengths: (B,) int: keys at and after this position are padding.
         head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
-        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (LSSA and LSSAR on
-            a GPU), or `auto`: fused where it applies, else tiled.
+        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (LSSA and LSSAR by
+            our kernels on a GPU, softmax kinds by PyTorch's), or `auto`: fused on a GPU where it applies, else tiled.
 
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.
@@ -76,7 +76,12 @@ def attention(
 
     choice: str = "tiled" if impl == "auto" else impl
     if impl == "fused" or (impl == "auto" and q.is_cuda):
-        obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
+        masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths))
+        obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
+        if obstacle is None:
+            return sdpa.sdpa_attention(q, k, v, spec, causal)
+        if spec.activation != "exp":
+            obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
         if obstacle is None:
             return fused.fused_attention(
                 q, k, v, p=spec.p, causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window

@@ -1,0 +1,268 @@
+"""GPT-2 as the paper trains it: rotary positions in place of learned ones, tied head, and any attention mechanism."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lssar.nn import (
+    Attention,
+    AttentionConfig,
+    LayerCache,
+    Positions,
+    Projection,
+    alibi_slopes,
+    ntk_base,
+    rotary_angles,
+)
+from lssar.specs import AttentionSpec, spec
+
+IGNORE = -100
+"""Target that counts for nothing."""
+
+LSSAR = spec("lssar")
+Position = Literal["rope", "alibi", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything that decides the shape and arithmetic of a model; plain values, so it can be stored and compared."""
+
+    layers: int
+    width: int
+    heads: int
+    key_heads: int | None = None
+    """Fewer than heads: grouped queries. None: as many as heads."""
+    vocab_size: int = 50257
+    pad_vocab_to: int = 128
+    """Rows of the embedding are rounded up to a multiple of this; the extra logits are never looked at."""
+    train_length: int = 1024
+    attention: AttentionSpec | tuple[AttentionSpec, ...] = LSSAR
+    """One mechanism, or one a layer."""
+    position: Position = "rope"
+    rope_base: float = 10_000.0
+    window: int | None = None
+    projection: Projection = "plain"
+    tpa_ranks: tuple[int, int, int] = (6, 2, 2)
+    mlp_ratio: int = 4
+    bias: bool = True
+    checkpoint_layers: bool = False
+    """Recompute each layer in the backward instead of keeping its activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocab_size", "train_length", "mlp_ratio", "pad_vocab_to"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be an integer >= 1; got {getattr(self, name)!r}")
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads; got {self.width} and {self.heads}")
+        if self.position not in ("rope", "alibi", "none"):
+            raise ValueError(f"position must be 'rope', 'alibi' or 'none'; got {self.position!r}")
+        if self.position == "rope" and (self.head_size % 2 or self.head_size < 4):
+            raise ValueError(f"rope needs an even head size of at least 4; got {self.head_size}")
+        if self.heads % (self.key_heads or self.heads):
+            raise ValueError(f"heads must be a multiple of key_heads; got {self.heads} and {self.key_heads}")
+        if isinstance(self.attention, tuple) and len(self.attention) != self.layers:
+            raise ValueError(f"one mechanism a layer means {self.layers}; got {len(self.attention)}")
+        if self.position == "alibi":
+            for s in self.layer_specs:
+                if s.cosine or s.log_n or s.activation != "exp" or s.divisor != "l1":
+                    raise ValueError(f"alibi needs a dot-product softmax, which adds a bias to its scores; got {s!r}")
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def layer_specs(self) -> tuple[AttentionSpec, ...]:
+        return self.attention if isinstance(self.attention, tuple) else (self.attention,) * self.layers
+
+    @property
+    def padded_vocab(self) -> int:
+        return math.ceil(self.vocab_size / self.pad_vocab_to) * self.pad_vocab_to
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self)
+        several = isinstance(self.attention, tuple)
+        fields["attention"] = [s.to_dict() for s in self.layer_specs] if several else self.layer_specs[0].to_dict()
+        return fields | {"tpa_ranks": list(self.tpa_ranks)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise ValueError(
+                f"unknown field {', '.join(map(repr, unknown))}; a ModelConfig has {', '.join(sorted(known))}"
+            )
+        fields = dict(fields)
+        if (kept := fields.get("attention")) is not None:
+            several = isinstance(kept, list)
+            fields["attention"] = tuple(map(_spec, kept)) if several else _spec(kept)
+        if "tpa_ranks" in fields:
+            fields["tpa_ranks"] = tuple(fields["tpa_ranks"])
+        return cls(**fields)
+
+
+def _spec(value: Any) -> AttentionSpec:
+    return AttentionSpec.from_dict(value) if isinstance(value, dict) else spec(value)
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"layers": 2, "width": 64, "heads": 4},  # tests
+    "0.8m": {"layers": 4, "width": 128, "heads": 4},  # a laptop, bytes
+    "45m": {"layers": 6, "width": 512, "heads": 8},
+    "51m": {"layers": 8, "width": 512, "heads": 8},
+    "124m": {"layers": 12, "width": 768, "heads": 12},  # GPT-2 small
+    "355m": {"layers": 24, "width": 1024, "heads": 16},  # GPT-2 medium
+}
+
+
+def model_config(size: str, **changes: Any) -> ModelConfig:
+    """A named size with fields changed: `model_config("124m", attention=lssar.spec("softmax"))`."""
+    if size not in SIZES:
+        raise ValueError(f"unknown model size {size!r}; known: {', '.join(SIZES)}")
+    return ModelConfig.from_dict({**SIZES[size], **changes})
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, mechanism: AttentionSpec):
+        super().__init__()
+        W = config.width
+        shape = AttentionConfig(
+            W, config.heads, config.key_heads or config.heads, config.head_size, config.projection, config.tpa_ranks,
+            config.bias,
+        )  # fmt: skip
+        self.norm1, self.norm2 = (nn.LayerNorm(W, bias=config.bias) for _ in range(2))
+        self.attention = Attention(shape, mechanism)
+        self.up = nn.Linear(W, config.mlp_ratio * W, bias=config.bias)
+        self.down = nn.Linear(config.mlp_ratio * W, W, bias=config.bias)
+
+    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), positions, cache)
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+@dataclass
+class Cache:
+    """Keys and values of every layer; made by `GPT.new_cache`, filled by `GPT.forward`."""
+
+    layers: list[LayerCache]
+    ntk_factor: float
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+
+class GPT(nn.Module):
+    """Token ids (B, L) to logits (B, L, V)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.padded_vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config, mechanism) for mechanism in config.layer_specs)
+        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.slopes: Tensor | None
+        self.register_buffer(
+            "slopes", alibi_slopes(config.heads) if config.position == "alibi" else None, persistent=False
+        )
+        self.ntk: float | Literal["off", "length"] = "off"
+        """Test-time scaling of the rotary base: a factor, by the length of the call, or off. Not a weight."""
+        self.window = config.window
+        """May be changed at test time too."""
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """GPT-2: normal(0, 0.02), and smaller where a layer writes into the residual stream."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for linear in (module.attention.out, module.down):
+                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
+
+    def parameter_count(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def ntk_factor(self, length: int) -> float:
+        if self.ntk == "off":
+            return 1.0
+        return max(1.0, length / self.config.train_length) if self.ntk == "length" else float(self.ntk)
+
+    def new_cache(self, room: int) -> Cache:
+        """A cache for up to `room` tokens. NTK scaling by length goes by `room`: keys once rotated stay as they are."""
+        return Cache([LayerCache(room) for _ in self.blocks], self.ntk_factor(room))
+
+    def hidden(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """(B, L) to (B, L, W), before the head; memory is linear in L."""
+        x = self.embed(ids)
+        positions = self._positions(ids, cache, cu_seqlens)
+        for index, block in enumerate(self.blocks):
+            if self.config.checkpoint_layers and self.training and cache is None:
+                x = checkpoint(block, x, positions, use_reentrant=False)
+            else:
+                x = block(x, positions, cache.layers[index] if cache is not None else None)
+        return self.norm(x)
+
+    def _positions(self, ids: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
+        config, length = self.config, ids.shape[1]
+        angles = None
+        if config.position == "rope":
+            at = torch.arange(length, device=ids.device) + (cache.length if cache is not None else 0)
+            if cu_seqlens is not None:  # positions restart in each document
+                bounds = cu_seqlens.to(device=ids.device, dtype=torch.int64)
+                at = at - bounds[torch.searchsorted(bounds, at, right=True) - 1]
+            factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
+            angles = rotary_angles(at, config.head_size, ntk_base(config.rope_base, factor, config.head_size))
+        return Positions(angles, self.slopes, cu_seqlens, self.window)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed.weight)[..., : self.config.vocab_size]
+
+    def forward(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        return self.logits(self.hidden(ids, cache, cu_seqlens))
+
+    def loss(self, ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in nats over targets that are not IGNORE."""
+        logits = self.logits(self.hidden(ids, cu_seqlens=cu_seqlens))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+    @torch.no_grad()
+    def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096) -> Tensor:
+        """Cross-entropy of each token (B, L), float32; logits are made `rows` tokens at a time."""
+        hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
+        parts = [
+            F.cross_entropy(self.logits(h).float(), t, ignore_index=IGNORE, reduction="none")
+            for h, t in zip(hidden.split(rows), flat.split(rows))
+        ]
+        return torch.cat(parts).view_as(targets)
+
+    @torch.no_grad()
+    def generate(
+        self, ids: Tensor, tokens: int, temperature: float = 1.0, top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:  # fmt: skip
+        """Yield `tokens` next ids (B,), one at a time, through the cache; temperature 0 is greedy."""
+        cache = self.new_cache(ids.shape[1] + tokens)
+        for _ in range(tokens):
+            logits = self.logits(self.hidden(ids, cache)[:, -1]).float()
+            ids = sample(logits, temperature, top_k, generator)[:, None]
+            yield ids[:, 0]
+
+
+def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]

@@ -1,0 +1,55 @@
+"""Softmax kinds through PyTorch's own fused kernels: exp under l1 is softmax, whatever the scores are scaled by."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.ops.numerics import score_factor, unit
+from lssar.specs import AttentionSpec
+
+SCORE_LIMIT = 1e15
+"""Largest entry of a row of q or k; beyond it rows are scaled down. Softmax is saturated long before that."""
+
+
+def why_not(
+    q: Tensor, k: Tensor, spec: AttentionSpec, *, causal: bool, masked: bool, return_weights: bool
+) -> str | None:
+    """None if SDPA can run this call, else why not."""
+    if spec.activation != "exp" or spec.divisor != "l1" or spec.p is not None or spec.recentre != "none" or spec.negate:
+        return f"PyTorch's fused kernels compute softmax, and {spec.name!r} is not a softmax of scaled scores"
+    if q.dtype == torch.float64:
+        return "PyTorch's fused kernels have no float64"
+    if masked:
+        return "masks, windows, packs and padding go through impl='tiled'"
+    if return_weights:
+        return "it does not form the weights"
+    if causal and q.shape[2] != k.shape[2] and q.shape[2] != 1:
+        return "SDPA's causal mask wants as many queries as keys"
+    if min(*q.shape, *k.shape) == 0:
+        return "there is nothing to compute"
+    return None
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal: bool) -> Tensor:
+    queries, keys = q.shape[2], k.shape[2]
+    causal = causal and queries > 1  # a single query is the last one: it sees all
+    if spec.cosine:
+        q, k = unit(q), unit(k)
+    elif q.dtype != torch.float16:  # products of float16 numbers cannot leave float32
+        q, k = _in_range(q), _in_range(k)
+    n = torch.full((queries, 1), keys, device=q.device, dtype=torch.float32)
+    if causal:
+        n = torch.arange(1, queries + 1, device=q.device, dtype=torch.float32)[:, None]
+    factor = score_factor(n, q.shape[-1], spec)
+    if spec.log_n:
+        q, scale = (q * factor).to(q.dtype), 1.0
+    else:
+        scale = float(factor[0])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _in_range(x: Tensor) -> Tensor:
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    return x * (SCORE_LIMIT / largest.clamp_min(SCORE_LIMIT))
