@@ -4,12 +4,13 @@
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
 
-A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers]]. Every tile is checked against
+A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked against
 a float64 reference before it is timed; a wrong one prints its error and no time.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -69,9 +70,9 @@ def errors(d, length=700, heads=2, p=15.0, dtype=torch.bfloat16):
 def parse_tile(text):
     from lssar.ops.fused.tiles import Tile
 
-    values = [int(x) for x in text.split(",")] + [0, 0, 0]
-    m, n, warps, stages, n1, stages1, registers = values[:7]
-    return Tile(m, n, warps, stages, n1, stages1, registers or None)
+    values = [int(x) for x in text.split(",")] + [0, 0, 0, 0]
+    m, n, warps, stages, n1, stages1, registers, tma = values[:8]
+    return Tile(m, n, warps, stages, n1, stages1, registers or None, bool(tma))
 
 
 def choose(kernel, d, text, itemsize=2):
@@ -127,34 +128,49 @@ def softmax_times(q, k, v, do):
         return forward, bench(both)
 
 
+def record(op, q, k, v, do):
+    """Run forward and backward once; the launch of each kernel by name, to be timed on its own."""
+    launch, launches = op.launch, {}
+
+    def recording(name, *call):
+        launches[name] = lambda: launch(name, *call)
+        launch(name, *call)
+
+    op.launch = recording
+    try:
+        o, rows = op._forward(q, k, v, 15.0, True, None, None, None)
+        op._backward(q, k, v, o, do, rows, 15.0, True, None, None, None)
+    finally:
+        op.launch = launch
+    return launches
+
+
 def sweep(jobs):
     """jobs: (kernel, 'dxheadsxlength', [tile, ...])."""
     parsed = [(kernel, tuple(int(x) for x in shape.split("x")), tile_list) for kernel, shape, tile_list in jobs]
     precompile(sorted({(kernel, shape[0], t) for kernel, shape, tile_list in parsed for t in tile_list}))
-    from lssar.ops.fused.op import _backward, _forward
+    from lssar.ops.fused import op
 
     for kernel, (d, heads, length), tile_list in parsed:
         q, k, v, do = inputs(d, heads, length)
         softmax_forward, softmax_both = softmax_times(q, k, v, do)
-        print(f"\n{kernel} d {d} heads {heads} length {length}: cuDNN forward {softmax_forward:.3f} both {softmax_both:.3f}")
+        print(
+            f"\n{kernel} d {d} heads {heads} length {length}: cuDNN forward {softmax_forward:.3f} both {softmax_both:.3f}"
+        )
         results = []
         for text in tile_list:
             tiles = choose(kernel, d, text)
             want = tiles.tile_for(kernel, d, 2)
             try:
-                mine, _ = errors(d)
+                mine, _ = errors(d, length=333)
                 if tiles.tile_for(kernel, d, 2) != want:
                     print(f"  {text}: does not fit")
                     continue
                 if not max(mine) < 0.03:
                     print(f"  {text}: WRONG {mine}")
                     continue
-                o, rows = _forward(q, k, v, 15.0, True, None, None, None)
-                if kernel == "forward":
-                    run = lambda: _forward(q, k, v, 15.0, True, None, None, None)  # noqa: E731
-                else:
-                    run = lambda: _backward(q, k, v, o, do, rows, 15.0, True, None, None, None)  # noqa: E731
-                ms = bench(run)
+                launches = record(op, q, k, v, do)
+                ms = bench(lambda: launches[kernel]())  # noqa: B023
             except Exception as problem:
                 print(f"  {text}: {type(problem).__name__} {str(problem)[:150]}")
                 continue
@@ -187,6 +203,56 @@ def ratios(shapes=("64x64x16384", "128x32x16384", "64x16x8192", "128x16x8192", "
         )
 
 
+def decode_inputs(batch, heads, kv_heads, length, d, topic=1.25, rows=1):
+    """A cache whose keys lie in topics of 64 neighbours: at 1.25, 6% of keys matter, in a third of 16-key blocks."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
+    k = make(batch, kv_heads, length, d)
+    k += topic * make(batch, kv_heads, length // 64, 1, d).expand(-1, -1, -1, 64, -1).reshape(k.shape)
+    return make(batch, heads, rows, d).bfloat16(), k.bfloat16(), make(batch, kv_heads, length, d).bfloat16()
+
+
+def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 16, 64)), lengths=(32768, 131072)):
+    from triton.testing import do_bench_cudagraph
+
+    from lssar.ops.fused import fused_decode
+
+    for batch, heads, kv_heads, d in shapes:
+        for length in lengths:
+            q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+            group = heads // kv_heads
+            few = slice(0, 1)
+            exact = fused_decode(q[few].double().float(), k[few].float(), v[few].float(), p=15.0, tolerance=0.0)
+            got = fused_decode(q, k, v, p=15.0)[few]
+            scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
+            a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
+            z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
+            w = (z / z.amax(-1, keepdim=True)) ** 15
+            dense_o = (w / w.sum(-1, keepdim=True)) @ v[0, 0].double()
+            wrong = error(exact[0, :group, 0], dense_o), error(got[0, :group, 0], dense_o)
+            share = ((w > 2**-10 / length).any(0)).double().mean().item()
+            mine = do_bench_cudagraph(lambda: fused_decode(q, k, v, p=15.0), rep=40, return_mode="median")  # noqa: B023
+            all_v = do_bench_cudagraph(lambda: fused_decode(q, k, v, p=15.0, tolerance=0.0), rep=40, return_mode="median")  # noqa: B023, E501
+            softmax = {}
+            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+                try:
+                    with sdpa_kernel(backend):
+                        softmax[backend.name[:5]] = do_bench_cudagraph(
+                            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1),  # noqa: B023
+                            rep=40, return_mode="median",
+                        )  # fmt: skip
+                except RuntimeError:
+                    pass
+            best = min(softmax.values())
+            floor = (k.nbytes + v.nbytes) / 4.3e9
+            print(
+                f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: {mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f})"
+                f" / {best * 1e3:.1f} = {mine / best:.2f}x  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
+                f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  {({n: round(t * 1e3, 1) for n, t in softmax.items()})}",
+                flush=True,
+            )
+
+
 def check():
     for d, dtype, p in ((64, torch.bfloat16, 15.0), (128, torch.bfloat16, 15.0), (80, torch.float16, 3.0),
                         (64, torch.float32, 15.0), (64, torch.bfloat16, None), (128, torch.bfloat16, 1.5)):  # fmt: skip
@@ -200,6 +266,8 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "check":
         check()
+    elif command == "decode":
+        decode()
     elif command == "ratios":
         ratios(rest) if rest else ratios()
     else:  # sweep kernel shape tile ... / kernel shape tile ...

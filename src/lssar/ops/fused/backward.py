@@ -14,17 +14,19 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     dot,
     ex2,
-    full_tiles,
+    exact_unit_rows,
+    inverse_norms,
     lane_sum,
     lg2,
     load_tile,
     power,
+    read_tile,
     saturate,
     score_scale,
     sigmoid2,
     softplus2,
     store_tile,
-    unit_rows,
+    tile_source,
     unit_rows_backward,
     visible_keys,
     visible_rows,
@@ -33,31 +35,31 @@ from lssar.ops.fused.primitives import (
 
 @triton.jit
 def _query_sums(
-    gk, sk, g_sum, q, do, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop,
+    gk, sk, g_sum, q, do, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
     slope, intercept, unit_scale, delta, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: gk [M, D] += sum g sigma k, sk [M, D] += sum sigma k, g_sum [M, 4] += sum g."""
     offsets = tl.arange(0, N)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        k = load_tile(k_ptr, start, key_stop, D, offsets, columns, D, MASKED)  # [N, D]
-        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, MASKED)  # [N, D]
+        k = read_tile(k_ptr, start, key_stop, D, offsets, columns, D, TMA)  # [N, D]
+        v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
-        if MASKED:
+        if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             x = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), x, HIDDEN)
         two_a = softplus2(x, LOG_DEGREE)
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
         g = dp * unit_scale[:, None] - delta[:, None]
-        if REWEIGHT:
+        if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
             g = g * power(tl.maximum(two_a * slope[:, None] + intercept[:, None], 0.0), P - 1)
-            if MASKED:
-                g = tl.where(x > HIDDEN, g, 0.0)
             g_sum += lane_sum(g, M, N)
+        g_sigma = (g * sigma).to(k.dtype)
+        gk = dot(g_sigma, k, gk, PRECISION=DOT)
+        if REWEIGHT:
             sk = dot(sigma.to(k.dtype), k, sk, PRECISION=DOT)
-        gk = dot((g * sigma).to(k.dtype), k, gk, PRECISION=DOT)
     return gk, sk, g_sum
 
 
@@ -70,11 +72,11 @@ def query_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, RAW_QUERIES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and five numbers a row for the dk, dv kernel: slope and intercept of normalised weights, dO.O, and the two
-    factors of ds = sigma (factor * y * (dO.v - dO.O) - mean)."""
+    """dq, and five numbers a row for the dk, dv kernel: slope and intercept of normalised weights, dO.O, the row's mean
+    of g, and what the queries there have to be multiplied by."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     program = tl.program_id(0)
     head = program // blocks
@@ -118,23 +120,12 @@ def query_gradient_kernel(
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)
-    lo, full_a, full_b, hi = full_tiles(key_lo, key_hi, full_lo, full_hi, BLOCK_N)
-    delta_scaled = delta * unit_scale
-    if WINDOWED or PACKED:
-        gk, sk, g_lanes = _query_sums(
-            gk, sk, g_lanes, q, do, k_ptr, v_ptr, v_stride_l, lo, full_a, row_start, row_stop, key_stop,
-            slope, intercept, unit_scale, delta_scaled, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, True, STAGES,
-        )  # fmt: skip
+    keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
+    values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     gk, sk, g_lanes = _query_sums(
-        gk, sk, g_lanes, q, do, k_ptr, v_ptr, v_stride_l, full_a, full_b, row_start, row_stop, key_stop,
-        slope, intercept, unit_scale, delta_scaled, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, False, STAGES,
-    )  # fmt: skip
-    gk, sk, g_lanes = _query_sums(
-        gk, sk, g_lanes, q, do, k_ptr, v_ptr, v_stride_l, full_b, hi, row_start, row_stop, key_stop,
-        slope, intercept, unit_scale, delta_scaled, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, True, STAGES,
+        gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
+        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, columns,
+        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES,
     )  # fmt: skip
 
     inverse_z = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
@@ -148,95 +139,95 @@ def query_gradient_kernel(
     dq = unit_rows_backward(grad_unit * (kappa * scale)[:, None], raw_q)
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
+    if EXACT_QUERIES:  # unit_q has served: its rows take bfloat16 queries for the dk, dv kernel
+        exact_q, to_unit = exact_unit_rows(raw_q)
+        exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
+        store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
+        query_scale = scale * to_unit
+    else:
+        query_scale = scale * 0.0 + 1.0
     root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p)
-    factor = 2.0 * P * slope * root
-    mean = mean * kappa
-    if RAW_QUERIES:  # that kernel multiplies ds by q itself
-        _, largest, norm = unit_rows(raw_q)
-        to_scaled = tl.where(largest > 0, scale / norm / tl.where(largest > 0, largest, 1.0), 0.0)
-        factor *= to_scaled
-        mean *= to_scaled
-    if not REWEIGHT:
-        mean = mean * 0.0
     tl.store(rows_ptr + at, slope * root, mask=inside)
     tl.store(rows_ptr + row_plane + at, intercept * root, mask=inside)
     tl.store(rows_ptr + 2 * row_plane + at, delta, mask=inside)
-    tl.store(rows_ptr + 3 * row_plane + at, factor, mask=inside)
-    tl.store(rows_ptr + 4 * row_plane + at, mean, mask=inside)
+    tl.store(rows_ptr + 3 * row_plane + at, mean * kappa, mask=inside)
+    tl.store(rows_ptr + 4 * row_plane + at, query_scale, mask=inside)
 
 
 @triton.jit
 def _key_sums(
-    dk, dv, k, v, q_ptr, raw_q_ptr, do_ptr, rows_ptr, row_plane, raw_q_stride, do_stride, lo, hi, first_key, key_stop,
-    Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
+    dk, dv, k_t, v_t, key_scale, q_ptr, do_ptr, rows_ptr, row_plane, do_stride, lo, hi, full_lo, full_hi,
+    first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, RAW_QUERIES: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over rows lo..hi: dk [N, D] += ds^T q, dv [N, D] += P^T dO."""
     offsets = tl.arange(0, M)
     keys = first_key + tl.arange(0, N)
     for start in tl.range(lo, hi, M, num_stages=STAGES):
+        q = read_tile(q_ptr, start, Lq, D, offsets, columns, D, TMA)  # [M, D]
+        do = read_tile(do_ptr, start, Lq, do_stride, offsets, columns, D, TMA)  # [M, D]
+        x = dot(q, k_t, PRECISION=DOT)  # [M, N]
         rows = start + offsets
-        q = load_tile(q_ptr, start, Lq, D, offsets, columns, D, MASKED)  # [M, D]
-        do = load_tile(do_ptr, start, Lq, do_stride, offsets, columns, D, MASKED)  # [M, D]
-        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-        dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
-        row_at = rows_ptr + rows
         inside = rows < Lq
-        slope = tl.load(row_at, mask=inside, other=0.0)  # [M]
-        intercept = tl.load(row_at + row_plane, mask=inside, other=0.0)
-        delta = tl.load(row_at + 2 * row_plane, mask=inside, other=0.0)
-        factor = tl.load(row_at + 3 * row_plane, mask=inside, other=0.0)
-        mean = tl.load(row_at + 4 * row_plane, mask=inside, other=0.0)
-        if MASKED:
+        slope = tl.load(rows_ptr + rows, mask=inside, other=0.0)  # [M]
+        intercept = tl.load(rows_ptr + row_plane + rows, mask=inside, other=0.0)
+        delta = tl.load(rows_ptr + 2 * row_plane + rows, mask=inside, other=0.0)
+        mean = tl.load(rows_ptr + 3 * row_plane + rows, mask=inside, other=0.0)
+        factor = 2.0 * P * slope
+        if EXACT_QUERIES:
+            query_scale = tl.load(rows_ptr + 4 * row_plane + rows, mask=inside, other=0.0)
+            x = x * query_scale[:, None] * key_scale[None, :]
+            factor *= query_scale
+            mean *= query_scale
+        masked = (start < full_lo) | (start + M > full_hi)
+        if masked:
             row_start, row_stop = visible_keys(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
             )
-            seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
-            x = tl.where(seen, x, HIDDEN)
+            x = tl.where((keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None]), x, HIDDEN)
         two_a = softplus2(x, LOG_DEGREE)
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
-        ds = (dp - delta[:, None]) * factor[:, None]
         if REWEIGHT:
             w = tl.maximum(two_a * slope[:, None] + intercept[:, None], 0.0)
             y = power(w, P - 1)
             weight = y * w
-            ds = ds * y - mean[:, None]
         else:
             weight = two_a * slope[:, None]
-        if MASKED:
-            weight = tl.where(seen, weight, 0.0)
+        if masked:  # a flat row would give hidden keys weight too
+            weight = tl.where(x > HIDDEN, weight, 0.0)
+        weight = weight.to(do.dtype)
+        dp = dot(do, v_t, PRECISION=DOT)  # [M, N], as late as can be: registers
+        ds = (dp - delta[:, None]) * factor[:, None]
+        if REWEIGHT:
+            ds = ds * y - mean[:, None]
         ds = ds * sigma
-        dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
-        if RAW_QUERIES:
-            q = load_tile(raw_q_ptr, start, Lq, raw_q_stride, offsets, columns, D, MASKED)  # [M, D]
         if q.dtype == tl.float16:
             ds = saturate(ds, tl.float16)
+        dv = dot(tl.trans(weight), do, dv, PRECISION=DOT)
         dk = dot(tl.trans(ds.to(q.dtype)), q, dk, PRECISION=DOT)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, raw_q_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
-    raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
+    raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, RAW_QUERIES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads that share them."""
+    """q: unit_q, or the bfloat16 queries that query_gradient_kernel left. dk and dv of a block of keys, summed over the query heads that share them."""
     blocks = tl.cdiv(Lk, BLOCK_N)
     program = tl.program_id(0)
     head_kv = program // blocks
     first_key = program % blocks * BLOCK_N  # under a causal mask the first keys have the most rows
     b, h_kv = head_kv // Hkv, head_kv % Hkv
-    group = Hq // Hkv
     b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)
     k_ptr += head_kv.to(tl.int64) * Lk * D
     v_ptr += b64 * v_stride_b + h64 * v_stride_h
@@ -252,38 +243,33 @@ def key_gradient_kernel(
         first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
     if first_key + BLOCK_N > key_stop:  # a ragged block has no tile without a mask
-        full_lo, full_hi = row_hi, row_lo
+        full_hi = 0
     if first_key >= key_stop:
-        row_lo, row_hi = 0, 0
-    lo, full_a, full_b, hi = full_tiles(row_lo, row_hi, full_lo, full_hi, BLOCK_M)
+        row_hi = row_lo
 
-    k = load_tile(k_ptr, first_key, key_stop, D, offsets, columns, D, True)  # [N, D]
+    if EXACT_QUERIES:  # with queries near 1, keys of any norm up to 1e37 have finite products: no copy
+        k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
+        key_scale = inverse_norms(k.to(tl.float32))  # [N]
+    else:
+        k = load_tile(k_ptr, first_key, key_stop, D, offsets, columns, D, True)  # [N, D]
+        key_scale = tl.full([BLOCK_N], 1.0, tl.float32)
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):
-        h = h_kv * group + member
+    for member in range(GROUP):  # a loop of one is no loop: wgmma stays asynchronous
+        h = h_kv * GROUP + member
         head = (b * Hq + h).to(tl.int64)
         h = h.to(tl.int64)
-        q_head = q_ptr + head * Lq * D
-        raw_q_head = raw_q_ptr + b64 * raw_q_stride_b + h * raw_q_stride_h
+        q_head = tile_source(q_ptr + head * Lq * D, Lq, D, D, BLOCK_M, BLOCK_D, TMA)
         do_head = do_ptr + b64 * do_stride_b + h * do_stride_h
+        do_head = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
         rows_head = rows_ptr + head * row_stride
         dk, dv = _key_sums(
-            dk, dv, k, v, q_head, raw_q_head, do_head, rows_head, row_plane, raw_q_stride_l, do_stride_l,
-            lo, full_a, first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, RAW_QUERIES, True, STAGES,
+            dk, dv, tl.trans(k), tl.trans(v), key_scale, q_head, do_head, rows_head, row_plane, do_stride_l,
+            row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
+            first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
+            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, EXACT_QUERIES, TMA, STAGES,
         )  # fmt: skip
-        dk, dv = _key_sums(
-            dk, dv, k, v, q_head, raw_q_head, do_head, rows_head, row_plane, raw_q_stride_l, do_stride_l,
-            full_a, full_b, first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, RAW_QUERIES, False, STAGES,
-        )  # fmt: skip
-        dk, dv = _key_sums(
-            dk, dv, k, v, q_head, raw_q_head, do_head, rows_head, row_plane, raw_q_stride_l, do_stride_l,
-            full_b, hi, first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, RAW_QUERIES, True, STAGES,
-        )  # fmt: skip
-    raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True).to(tl.float32)
-    store_tile(dk_ptr, unit_rows_backward(dk, raw_k), first_key, Lk, dk_stride_l, offsets, columns, D)
+    raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
+    store_tile(dk_ptr, unit_rows_backward(dk, raw_k.to(tl.float32)), first_key, Lk, dk_stride_l, offsets, columns, D)
     store_tile(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)

@@ -16,42 +16,41 @@ from lssar.ops.fused.primitives import (
     LN2,
     LOG2E,
     dot,
-    ex2,
-    full_tiles,
+    ex2_neg_abs,
     lane_compound,
     lane_max,
     lane_sum,
     load_tile,
     log2_1p,
     power,
+    read_tile,
     score_scale,
     sigmoid2,
     softplus2,
     store_tile,
+    tile_source,
     visible_keys,
 )
 
 
 @triton.jit
-def _scores(q, k_ptr, start, key_stop, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr):
-    k = load_tile(k_ptr, start, key_stop, D, offsets, columns, D, MASKED)  # [N, D]
-    return dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-
-
-@triton.jit
 def _row_statistics(
-    total, lost, largest, q, k_ptr, lo, hi, row_start, row_stop, key_stop, columns,
+    q, k_ptr, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    MASKED: tl.constexpr, STAGES: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 1 over keys lo..hi: sum of 2a (Kahan: total, lost) and largest x, all [M, 4] partial results."""
+    """Pass 1 over keys lo..hi: the row's sum of 2a and its largest x, both [M]."""
     offsets = tl.arange(0, N)
+    total = tl.zeros([M, 4], tl.float32)
+    lost = tl.zeros([M, 4], tl.float32)  # Kahan summation: a flat row must be flat to rounding at any length
+    largest = tl.full([M, 4], HIDDEN, tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        x = _scores(q, k_ptr, start, key_stop, offsets, columns, D, MASKED, DOT)  # [M, N]
-        if MASKED:
+        k = read_tile(k_ptr, start, key_stop, D, offsets, columns, D, TMA)  # [N, D]
+        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             x = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), x, HIDDEN)
-        t = ex2(-tl.abs(x))
+        t = ex2_neg_abs(x)
         if LOG_DEGREE == 0:
             part = lane_sum(2.0 * log2_1p(t, True) + (x + tl.abs(x)), M, N)
         else:  # a sum of logarithms is the logarithm of a product
@@ -61,32 +60,42 @@ def _row_statistics(
         new_total = total + part
         lost = (new_total - total) - part
         total = new_total
-    return total, lost, largest
+    return tl.sum(total - lost, 1), tl.max(largest, 1)
 
 
 @triton.jit
 def _weighted_values(
-    o, z, q, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, slope, intercept, columns,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2 over keys lo..hi: o [M, D] += weights V, z [M, 4] += sums of weights."""
+    """Pass 2 over keys lo..hi: sum of weights times v [M, D], and sum of weights [M].
+
+    The scores of the next tile are computed after the weights of this one, so that the product with V runs on the
+    tensor cores while the next weights are made.
+    """
     offsets = tl.arange(0, N)
+    o = tl.zeros([M, BLOCK_D], tl.float32)
+    z = tl.zeros([M, 4], tl.float32)
+    k = read_tile(k_ptr, lo, key_stop, D, offsets, columns, D, TMA)  # [N, D]
+    x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        x = _scores(q, k_ptr, start, key_stop, offsets, columns, D, MASKED, DOT)  # [M, N]
-        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, MASKED)  # [N, D]
+        k = read_tile(k_ptr, start + N, key_stop, D, offsets, columns, D, TMA)  # [N, D]
+        x_next = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         weight = softplus2(x, LOG_DEGREE)
         if REWEIGHT:
             weight = tl.maximum(weight * slope[:, None] + intercept[:, None], 0.0)
             if v.dtype == tl.float16:  # rounding may leave a weight above 1, and fp16 has no room for its power
                 weight = tl.minimum(weight, 1.0)
             weight = power(weight, P)
-        if MASKED:
+        if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), weight, 0.0)
         z += lane_sum(weight, M, N)
         o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
-    return o, z
+        x = x_next
+    return o, tl.sum(z, 1)
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -96,7 +105,7 @@ def forward_kernel(
     Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k: normalised copies, contiguous. One program a block of rows; the longest rows of a head go first."""
@@ -120,30 +129,16 @@ def forward_kernel(
     )  # [M]
     key_lo, key_hi = tl.min(row_start), tl.max(row_stop)
     full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
-    ragged_start: tl.constexpr = WINDOWED or PACKED
     n = (row_stop - row_start).to(tl.float32)
     q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
 
     if REWEIGHT:
-        total = tl.zeros([BLOCK_M, 4], tl.float32)
-        lost = tl.zeros([BLOCK_M, 4], tl.float32)
-        largest = tl.full([BLOCK_M, 4], HIDDEN, tl.float32)
-        lo, full_a, full_b, hi = full_tiles(key_lo, key_hi, full_lo, full_hi, BLOCK_N1)
-        if ragged_start:
-            total, lost, largest = _row_statistics(
-                total, lost, largest, q, k_ptr, lo, full_a, row_start, row_stop, key_stop, columns,
-                D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, True, STAGES1,
-            )  # fmt: skip
-        total, lost, largest = _row_statistics(
-            total, lost, largest, q, k_ptr, full_a, full_b, row_start, row_stop, key_stop, columns,
-            D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, False, STAGES1,
+        keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
+        total, x_max = _row_statistics(
+            q, keys, key_lo // BLOCK_N1 * BLOCK_N1, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+            D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
         )  # fmt: skip
-        total, lost, largest = _row_statistics(
-            total, lost, largest, q, k_ptr, full_b, hi, row_start, row_stop, key_stop, columns,
-            D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, True, STAGES1,
-        )  # fmt: skip
-        x_max = tl.max(largest, 1)  # [M]
-        two_tau = tl.sum(total - lost, 1) / tl.maximum(n, 1.0)
+        two_tau = total / tl.maximum(n, 1.0)
         two_tau = tl.where(n > FIRST_ROWS, two_tau, 0.0)
         two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
         spread = two_a_max - two_tau
@@ -157,23 +152,13 @@ def forward_kernel(
         slope = tl.where(n > 0, 1.0, 0.0)
         intercept = slope * 0.0
 
-    o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    z = tl.zeros([BLOCK_M, 4], tl.float32)
-    lo, full_a, full_b, hi = full_tiles(key_lo, key_hi, full_lo, full_hi, BLOCK_N)
-    if ragged_start:
-        o, z = _weighted_values(
-            o, z, q, k_ptr, v_ptr, v_stride_l, lo, full_a, row_start, row_stop, key_stop, slope, intercept, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, True, STAGES,
-        )  # fmt: skip
-    o, z = _weighted_values(
-        o, z, q, k_ptr, v_ptr, v_stride_l, full_a, full_b, row_start, row_stop, key_stop, slope, intercept, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, False, STAGES,
+    keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
+    values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+    o, z_row = _weighted_values(
+        q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
+        key_stop, slope, intercept, columns,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES,
     )  # fmt: skip
-    o, z = _weighted_values(
-        o, z, q, k_ptr, v_ptr, v_stride_l, full_b, hi, row_start, row_stop, key_stop, slope, intercept, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, True, STAGES,
-    )  # fmt: skip
-    z_row = tl.sum(z, 1)  # [M]
     o = o / tl.where(z_row > 0, z_row, 1.0)[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)
     at = head.to(tl.int64) * row_stride + rows

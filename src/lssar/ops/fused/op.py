@@ -11,7 +11,7 @@ from torch import Tensor
 from lssar.ops.fused.backward import key_gradient_kernel, query_gradient_kernel
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.normalize import normalize_kernel
-from lssar.ops.fused.tiles import launch
+from lssar.ops.fused.tiles import launch, tma_aligned
 
 NORMALIZE_BLOCK = 32
 LOG_DEGREES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 0}
@@ -101,7 +101,7 @@ def _forward(
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
         )  # fmt: skip
 
-    launch("forward", call.D, call.itemsize, run)
+    launch("forward", call.D, call.itemsize, tma_aligned(unit_k, v), run)
     return o, rows
 
 
@@ -118,9 +118,9 @@ def _backward(
     v_max = q.new_zeros(1, dtype=torch.float32)
     unit_q, unit_k = call.normalize(q, k, v, v_max)
     to_keys = call.per_row(5, q)
-    raw_queries = call.score_dtype != q.dtype  # ds needs q's range where unit_q's dtype has less
+    exact_queries = call.score_dtype != q.dtype  # ds q needs the range of q's own dtype
     shared = (to_keys.stride(1), to_keys.stride(0), call.Hq, call.Hkv, *call.visibility)
-    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "RAW_QUERIES": raw_queries}
+    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
 
     def run_queries(tile, tile_constants):
         query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
@@ -131,13 +131,13 @@ def _backward(
 
     def run_keys(tile, tile_constants):
         key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
-            unit_q, unit_k, v, do, q, k, dk, dv, to_keys,
-            *v.stride()[:3], *do.stride()[:3], *q.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            *shared, **constants, **tile_constants,
+            unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
+            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *shared,
+            GROUP=call.Hq // call.Hkv, **constants, **tile_constants,
         )  # fmt: skip
 
-    launch("query_gradient", call.D, call.itemsize, run_queries)
-    launch("key_gradient", call.D, call.itemsize, run_keys)
+    launch("query_gradient", call.D, call.itemsize, tma_aligned(unit_k, v), run_queries)
+    launch("key_gradient", call.D, call.itemsize, tma_aligned(unit_q, do), run_keys)
     return dq, dk, dv
 
 

@@ -40,6 +40,18 @@ def ex2(x):
 
 
 @triton.jit
+def ex2_neg_abs(x):
+    """2^-|x|, with the sign and the absolute value as operand modifiers of the one instruction."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 m; abs.f32 m, $1; neg.f32 m, m; ex2.approx.ftz.f32 $0, m; }",
+            "=f,f", [x], tl.float32, True, 1,
+        )  # fmt: skip
+    else:
+        return tl.exp2(-tl.abs(x))
+
+
+@triton.jit
 def lg2(x):
     if USE_PTX:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -61,22 +73,22 @@ def log2_1p(t, PRECISE: tl.constexpr):
 @triton.jit
 def softplus2(x, LOG_DEGREE: tl.constexpr):
     """2 * log2(1 + 2^x). LOG_DEGREE 4 or 5: minimax polynomial, relative error 6e-5 or 8e-6; 0: to float32 rounding."""
-    t = ex2(-tl.abs(x))
-    twice_relu = x + tl.abs(x)
+    t = ex2_neg_abs(x)
     if LOG_DEGREE == 0:
-        return 2.0 * log2_1p(t, True) + twice_relu
-    elif LOG_DEGREE == 4:
-        h = t * 0.11930172264517297 - 0.4542360595704641
-        h = h * t + 0.8837957207499355
-        h = h * t - 1.4339743442599764
-        h = h * t + 2.885226384198825
+        return 2.0 * log2_1p(t, True) + (x + tl.abs(x))
     else:
-        h = t * -0.06887098969276658 + 0.29206365555015474
-        h = h * t - 0.606070431873325
-        h = h * t + 0.9383473307769333
-        h = h * t - 1.440852198191515
-        h = h * t + 2.8853658332927084
-    return h * t + twice_relu
+        if LOG_DEGREE == 4:
+            h = t * 0.11930172264517297 - 0.4542360595704641
+            h = h * t + 0.8837957207499355
+            h = h * t - 1.4339743442599764
+            h = h * t + 2.885226384198825
+        else:
+            h = t * -0.06887098969276658 + 0.29206365555015474
+            h = h * t - 0.606070431873325
+            h = h * t + 0.9383473307769333
+            h = h * t - 1.440852198191515
+            h = h * t + 2.8853658332927084
+        return h * t + (x + tl.abs(x))
 
 
 @triton.jit
@@ -211,18 +223,42 @@ def score_scale(n, LOG_D: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr):
-    """[len(offsets), len(columns)] rows start + offsets of a matrix with unit column stride; zeros outside."""
+def load_tile(
+    ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
+):  # fmt: skip
+    """[len(offsets), len(columns)] rows start + offsets of a matrix with unit column stride; zeros outside.
+
+    AGAIN: a second read of a tile, after a loop. The compiler takes two equal loads for one and would keep the first in
+    registers throughout; another eviction policy makes them differ.
+    """
     pointers = ptr + tl.cast(start, tl.int64) * stride + offsets[:, None] * stride + columns[None, :]
     padded: tl.constexpr = columns.shape[0] != D
-    if MASKED and padded:
-        return tl.load(pointers, mask=(start + offsets < stop)[:, None] & (columns < D)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(pointers, mask=(start + offsets < stop)[:, None], other=0.0)
-    elif padded:
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    policy: tl.constexpr = "evict_first" if AGAIN else ""
+    mask = (start + offsets < stop)[:, None]
+    if padded:
+        mask = mask & (columns < D)[None, :] if MASKED else (columns < D)[None, :]
+    if MASKED or padded:
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=policy)
     else:
-        return tl.load(pointers)
+        return tl.load(pointers, eviction_policy=policy)
+
+
+@triton.jit
+def tile_source(ptr, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """What read_tile takes: a descriptor for the tensor memory accelerator, or the pointer itself."""
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [tl.maximum(length, 1), D], [tl.cast(stride, tl.int64), 1], [ROWS, BLOCK_D])
+    else:
+        return ptr
+
+
+@triton.jit
+def read_tile(source, start, stop, stride, offsets, columns, D: tl.constexpr, TMA: tl.constexpr):
+    """[len(offsets), len(columns)] rows start + offsets, zeros outside."""
+    if TMA:
+        return source.load([start, 0])
+    else:
+        return load_tile(source, start, stop, stride, offsets, columns, D, True)
 
 
 @triton.jit
@@ -258,6 +294,24 @@ def unit_rows(x):
     norm = tl.sqrt(tl.sum(scaled * scaled, 1))  # [M]
     norm = tl.where(largest > 0, norm, 1.0)
     return scaled / norm[:, None], largest, norm
+
+
+@triton.jit
+def inverse_norms(x):
+    """1 / |x| of each row of x [M, D] (float32), 0 for a zero row."""
+    _, largest, norm = unit_rows(x)
+    return tl.where(largest > 0, 1.0 / norm / tl.where(largest > 0, largest, 1.0), 0.0)
+
+
+@triton.jit
+def exact_unit_rows(x):
+    """Rows of x [M, D] (float32) times a power of two that brings them near 1, which loses no bit of a bfloat16, and
+    what to multiply that by for unit vectors, [M] (0 for a zero row)."""
+    _, largest, norm = unit_rows(x)
+    exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
+    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-floor(log2(largest))
+    length = largest * scale * norm
+    return x * scale[:, None], tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -27,9 +28,11 @@ class Tile:
     n1: int = 0
     stages1: int = 0
     registers: int | None = None  # at most so many a thread, to fit more programs on a multiprocessor
+    tma: bool = False  # load tiles by descriptor where strides allow
 
-    def constants(self, kernel: str) -> dict:
+    def constants(self, kernel: str, aligned: bool) -> dict:
         values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
+        values["TMA"] = self.tma and aligned
         if kernel == "forward":
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
         if self.registers is not None and USE_PTX:
@@ -38,33 +41,34 @@ class Tile:
 
     def smaller(self) -> Tile | None:
         """The next tile to try on a card with less shared memory or fewer registers."""
+        change = partial(dataclasses.replace, self)
         if self.registers is not None:
-            return dataclasses.replace(self, registers=None)
+            return change(registers=None)
         if max(self.stages, self.stages1) > 2:
-            return dataclasses.replace(self, stages=2, stages1=2)
+            return change(stages=min(self.stages, 2), stages1=min(self.stages1, 2))
         if max(self.n, self.n1) > 32:
-            return dataclasses.replace(self, n=min(self.n, max(self.n, self.n1) // 2), n1=min(self.n1, self.n1 // 2 or 0))
+            return change(n=min(self.n, 32), n1=min(self.n1, 32))
         if self.m > 32:
-            return dataclasses.replace(self, m=self.m // 2, warps=4)
+            return change(m=self.m // 2, warps=4)
         if max(self.stages, self.stages1) > 1:
-            return dataclasses.replace(self, stages=1, stages1=1)
-        if self.n > 16 or self.m > 16:
-            return dataclasses.replace(self, m=16, n=16, n1=16)
+            return change(stages=1, stages1=1)
+        if max(self.m, self.n, self.n1) > 16:
+            return change(m=16, n=16, n1=16)
         return None
 
 
 Key = tuple[str, int, int]  # kernel, padded head size, bytes of an element
 
 HOPPER: dict[Key, Tile] = {
-    ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3),
-    ("forward", 128, 2): Tile(128, 64, 8, 3, n1=64, stages1=3),
+    ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3, registers=128, tma=True),
+    ("forward", 128, 2): Tile(128, 64, 8, 3, n1=64, stages1=3, tma=True),
     ("forward", 256, 2): Tile(64, 64, 4, 2),
     ("query_gradient", 64, 2): Tile(64, 64, 4, 3),
-    ("query_gradient", 128, 2): Tile(64, 64, 4, 2),
+    ("query_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient", 256, 2): Tile(64, 32, 8, 2),
-    ("key_gradient", 64, 2): Tile(64, 64, 4, 3),
+    ("key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("key_gradient", 128, 2): Tile(64, 64, 4, 2),
-    ("key_gradient", 256, 2): Tile(32, 64, 8, 2),
+    ("key_gradient", 256, 2): Tile(64, 32, 8, 2),
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
@@ -72,7 +76,7 @@ OTHER: dict[Key, Tile] = {
     for d in (64, 128, 256)
 }
 FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
-INTERPRETED = Tile(32, 32, 1, 1, n1=64)
+INTERPRETED = Tile(32, 32, 1, 1, n1=64, tma=True)
 
 CHOSEN: dict[Key, Tile] = {}
 """Tiles that were measured on this card or that a fallback ended at; looked up first."""
@@ -91,15 +95,30 @@ def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
     return (HOPPER if hopper else OTHER)[key]
 
 
-def launch(name: str, d: int, itemsize: int, run: Callable[[Tile, dict], None]) -> None:
-    """run(tile, constants) launches the kernel; on too little shared memory or too few registers, smaller tiles."""
+def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile, dict], None]) -> None:
+    """run(tile, constants) launches the kernel; on too little shared memory or too few registers, smaller tiles.
+
+    aligned: every tensor that is read by tiles has a start and strides that the tensor memory accelerator can take.
+    """
     tile = tile_for(name, d, itemsize)
     while True:
         try:
-            run(tile, tile.constants(name))
+            if tile.tma and aligned:
+                triton.set_allocator(_allocate)  # a context variable: autograd's threads do not inherit it
+            run(tile, tile.constants(name, aligned))
             return
         except OutOfResources:
             following = tile.smaller()
             if following is None:
                 raise
             tile = CHOSEN[(name, max(64, triton.next_power_of_2(d)), itemsize)] = following
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def tma_aligned(*tensors: torch.Tensor) -> bool:
+    return all(
+        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in tensors
+    )

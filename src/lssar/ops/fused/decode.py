@@ -1,0 +1,264 @@
+"""Decode: one or a few query rows of each head against a long key and value cache, split over the keys.
+
+Three kernels: `score_kernel` reads K once and leaves scores and each split's sum and maximum; `value_kernel` knows the
+rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
+The query heads of a key head, times the rows, are the M of every tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lssar.ops.fused.primitives import (
+    FIRST_ROWS,
+    FLAT_TOLERANCE,
+    HIDDEN,
+    LN2,
+    LOG2E,
+    dot,
+    ex2_neg_abs,
+    exact_unit_rows,
+    inverse_norms,
+    log2_1p,
+    power,
+    saturate,
+    score_scale,
+    sigmoid2,
+    softplus2,
+)
+
+PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+@triton.jit
+def _key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr, table_stride, PAGE: tl.constexpr):
+    """Element offsets of cache rows [N], int64. PAGE 0: (B, Hkv, L, D); else (pages, PAGE, Hkv, D) by block table."""
+    if PAGE == 0:
+        return b.to(tl.int64) * stride_b + h_kv.to(tl.int64) * stride_h + keys.to(tl.int64) * stride_l
+    else:
+        page = tl.load(table_ptr + b * table_stride + keys // PAGE, mask=keys < length, other=0)
+        return page.to(tl.int64) * stride_b + h_kv.to(tl.int64) * stride_h + (keys % PAGE).to(tl.int64) * stride_l
+
+
+@triton.jit
+def _visible(rows, length, Lq, LQ_ROWS: tl.constexpr):
+    """Keys that row (member, query) of a group sees: the queries are the last Lq positions."""
+    return tl.maximum(length - (Lq - 1 - rows % LQ_ROWS), 0)
+
+
+@triton.jit(do_not_specialize=["Lk", "split_length", "splits"])
+def score_kernel(
+    q_ptr, k_ptr, x_ptr, sum_ptr, max_ptr, lengths_ptr, table_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, table_stride, x_stride,
+    Hkv, Lk, split_length, splits,
+    GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
+    b, h_kv = head // Hkv, head % Hkv
+    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
+    rows = tl.arange(0, BLOCK_M)
+    row_inside = rows < GROUP * Lq
+    columns = tl.arange(0, BLOCK_D)
+    offsets = tl.arange(0, BLOCK_N)
+    n = _visible(rows, length, Lq, Lq)  # [M]
+    q_at = b.to(tl.int64) * q_stride_b + (h_kv * GROUP + rows // Lq).to(tl.int64) * q_stride_h + rows % Lq * q_stride_l
+    q_mask = row_inside[:, None] & (columns < D)[None, :]
+    q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [M, D]
+    q_float, to_unit = exact_unit_rows(q_raw.to(tl.float32))
+    q = q_float.to(q_raw.dtype) if q_raw.dtype != tl.float16 else (q_float * to_unit[:, None]).to(tl.float16)
+    row_scale = score_scale(n.to(tl.float32), LOG_D)
+    if q_raw.dtype != tl.float16:
+        row_scale *= to_unit
+    row_at = head.to(tl.int64) * BLOCK_M + rows
+
+    total = tl.zeros([BLOCK_M], tl.float32)
+    lost = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    stop = tl.minimum((split + 1) * split_length, length)
+    for start in tl.range(split * split_length, stop, BLOCK_N, num_stages=STAGES):
+        keys = start + offsets
+        k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
+        k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
+        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
+        k_float = k.to(tl.float32)
+        square = tl.sum(k_float * k_float, 1)  # [N]
+        key_scale = tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
+        if (tl.max(square) > 1e37) | (tl.min(tl.where(keys < stop, square, 1.0)) < 1e-35):  # norms near the ends
+            key_scale = inverse_norms(k_float)
+        x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None] * key_scale[None, :]  # [M, N]
+        x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
+        tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=row_inside[:, None] & (keys < stop)[None, :])
+        t = ex2_neg_abs(x)
+        part = tl.sum(x + tl.abs(x) + 2.0 * log2_1p(t, LOG_DEGREE == 0), 1) - lost
+        new_total = total + part
+        lost = (new_total - total) - part
+        total = new_total
+        largest = tl.maximum(largest, tl.max(x, 1))
+    tl.store(sum_ptr + row_at * splits + split, total - lost, mask=row_inside)
+    tl.store(max_ptr + row_at * splits + split, largest, mask=row_inside)
+
+
+@triton.jit(do_not_specialize=["Lk", "split_length", "splits", "tolerance"])
+def value_kernel(
+    x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, lengths_ptr, table_ptr,
+    v_stride_b, v_stride_h, v_stride_l, table_stride, x_stride, Hkv, Lk, split_length, splits, tolerance,
+    GROUP: tl.constexpr, Lq: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    head, split = tl.program_id(0), tl.program_id(1)
+    b, h_kv = head // Hkv, head % Hkv
+    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
+    rows = tl.arange(0, BLOCK_M)
+    row_inside = rows < GROUP * Lq
+    columns = tl.arange(0, BLOCK_D)
+    offsets = tl.arange(0, BLOCK_N)
+    n = _visible(rows, length, Lq, Lq)  # [M]
+    n_float = n.to(tl.float32)
+    row_at = head.to(tl.int64) * BLOCK_M + rows
+
+    if REWEIGHT:
+        every = tl.arange(0, BLOCK_SPLITS)
+        part_at = row_at[:, None] * splits + every[None, :]
+        part_mask = row_inside[:, None] & (every < splits)[None, :]
+        total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [M]
+        x_max = tl.max(tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN), 1)
+        two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n_float, 1.0), 0.0)
+        two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
+        spread = two_a_max - two_tau
+        c = score_scale(n_float, LOG_D) * LN2
+        flat_below = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
+        flat = (n > FIRST_ROWS) & (spread <= flat_below)
+        live = (n > 0) & (flat == 0)
+        slope = tl.where(live, 1.0 / tl.where(live, spread, 1.0), 0.0)
+        intercept = tl.where(flat, 1.0, -two_tau * slope)
+        # keys with z^p <= tolerance / n weigh at most tolerance together, against 1 for the largest
+        matters = tolerance / tl.maximum(n_float, 1.0)
+
+    o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    z = tl.zeros([BLOCK_M], tl.float32)
+    stop = tl.minimum((split + 1) * split_length, length)
+    for start in range(split * split_length, stop, BLOCK_N):
+        keys = start + offsets
+        x_mask = row_inside[:, None] & (keys < stop)[None, :]
+        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [M, N]
+        weight = softplus2(x, LOG_DEGREE)
+        if REWEIGHT:
+            weight = power(tl.minimum(tl.maximum(weight * slope[:, None] + intercept[:, None], 0.0), 1.0), P)
+            weight = tl.where(x > HIDDEN, weight, 0.0)
+            needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
+        else:
+            needed = keys < stop
+        z += tl.sum(weight, 1)
+        if tl.max(needed.to(tl.int32)) > 0:
+            at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
+            v_mask = (needed & (keys < stop))[:, None] & (columns < D)[None, :]
+            v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=v_mask, other=0.0)  # [N, D]
+            o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
+    out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
+    tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
+    tl.store(z_ptr + row_at * splits + split, z, mask=row_inside)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def combine_kernel(
+    o_part_ptr, z_part_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_l, Hkv, splits,
+    GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the splits' sums, divided by the row's weight."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    b, h = head // Hkv, head % Hkv * GROUP + row // Lq
+    every = tl.arange(0, BLOCK_SPLITS)
+    columns = tl.arange(0, BLOCK_D)
+    part_at = (head * BLOCK_M + row).to(tl.int64) * splits + every
+    z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
+    mask = (every < splits)[:, None] & (columns < D)[None, :]
+    o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
+    o = o / tl.where(z > 0, z, 1.0)
+    at = b.to(tl.int64) * o_stride_b + h.to(tl.int64) * o_stride_h + row % Lq * o_stride_l
+    tl.store(o_ptr + at + columns, saturate(o, o_ptr.dtype.element_ty), mask=columns < D)
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
+    tolerance: float, block: int = 64, splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
+    B, Hq, Lq, D = q.shape
+    if block_table is None:
+        page, Hkv, Lk = 0, k_cache.shape[1], k_cache.shape[2]
+        order = (0, 1, 2)  # strides of batch, head, row
+        table, table_stride = q, 0
+    else:
+        page, Hkv = k_cache.shape[1], k_cache.shape[2]
+        Lk = block_table.shape[1] * page
+        order = (0, 2, 1)
+        table, table_stride = block_table, block_table.stride(0)
+    group = Hq // Hkv
+    block_m = max(16, triton.next_power_of_2(group * Lq))
+    block_d = max(16, triton.next_power_of_2(D))
+    if splits is None:
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
+        splits = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (B * Hkv))
+    split_length = triton.cdiv(triton.cdiv(max(Lk, 1), splits), block) * block
+    splits = triton.cdiv(max(Lk, 1), split_length)
+    k_strides = [k_cache.stride(i) for i in order]
+    v_strides = [v_cache.stride(i) for i in order]
+
+    rows = B * Hkv * block_m
+    x_stride = triton.cdiv(Lk, 16) * 16
+    scores = q.new_empty((rows, x_stride), dtype=torch.float32)
+    parts = q.new_empty((3, rows, splits), dtype=torch.float32)
+    o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
+    o = torch.empty_like(q)
+    if lengths is not None:
+        lengths = lengths.to(torch.int32)
+    exponent = 1.0 if p is None else float(p)
+    common = {
+        "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
+        "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
+        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_M": block_m,
+    }  # fmt: skip
+    lengths_or_any = q if lengths is None else lengths
+    grid = (B * Hkv, splits)
+    score_kernel[grid](
+        q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
+        x_stride, Hkv, Lk, split_length, splits, BLOCK_N=block, STAGES=3, num_warps=4, **common,
+    )  # fmt: skip
+    value_kernel[grid](
+        scores, v_cache, parts[0], parts[1], o_parts, parts[2], lengths_or_any, table, *v_strides, table_stride, x_stride,
+        Hkv, Lk, split_length, splits, float(tolerance),
+        P=int(exponent) if exponent.is_integer() else exponent, REWEIGHT=p is not None,
+        BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=4, **common,
+    )  # fmt: skip
+    combine_kernel[(B * Hkv, group * Lq)](
+        o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
+        GROUP=group, Lq=Lq, D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+decode_op = torch.library.custom_op(
+    "lssar::fused_decode",
+    lambda q, k_cache, v_cache, p, lengths, block_table, tolerance: decode(
+        q, k_cache, v_cache, p, lengths, block_table, tolerance
+    ),
+    mutates_args=(),
+    schema="(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, "
+    "float tolerance) -> Tensor",
+)
+
+
+@decode_op.register_fake
+def _(q, k_cache, v_cache, p, lengths, block_table, tolerance):
+    return torch.empty_like(q)
