@@ -104,9 +104,12 @@ def attention(
 
 def _autocast(x: Tensor) -> Tensor:
     """Under autocast, what SDPA does: float32 and half inputs go to the autocast dtype."""
-    if not isinstance(x, Tensor) or x.dtype not in _DTYPES[:3] or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or x.dtype not in _DTYPES[:3]:
         return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _apply_head_scale(q: Tensor, spec: AttentionSpec, head_scale: Tensor | None) -> Tensor:
