@@ -1,0 +1,432 @@
+"""Sources to shards: tokenised in parallel, written in order, resumable after any interruption.
+
+As in llm.c's GPT-2 shards, the end-of-document token stands BEFORE each document, and a document that does not fit
+goes on in the next shard. The output depends on the sources and settings alone, not on workers or interruptions.
+
+While it runs, the shards being filled are hidden `.partial` files, and `.NAME_progress.json` says how many of their
+tokens and of the sources' documents are safe. A later run with the same settings cuts the partial files back to that
+point and goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for, naming
+from lssar.data.sources import Document, Reading, Undecodable, Unit, find_units
+from lssar.data.tokenizers import Tokenizer, save_tokenizer
+from lssar.records import environment, write_json
+
+MANIFEST = "manifest.json"
+_BATCH_CHARACTERS = 1 << 18  # of text in one task of a worker
+_SAFE_POINT_SECONDS = 10.0
+_FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the tokens of the output depend on, beside the sources and the tokenizer."""
+
+    name: str
+    sources: list[str]
+    shard_tokens: int = 10**8
+    val_sources: list[str] = field(default_factory=list)
+    """Sources for validation alone."""
+    val_share: float = 0.0
+    """Share of the documents for validation, picked by a hash of their number; never the first."""
+    val_documents: int = 0
+    """This many first documents for validation."""
+    val_shard: bool = False
+    """The first shard for validation, whole, as llm.c does."""
+    max_tokens: int | None = None
+    """Ends after the document that reaches this many."""
+    text_field: str = "text"
+    undecodable: Undecodable = "error"
+    separator: str | None = None
+    glob: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise ValueError(f"name {self.name!r}: expected letters, digits, dots, dashes and underscores")
+        if not 1 <= self.shard_tokens <= MOST_TOKENS:
+            raise ValueError(f"shard_tokens must be 1 to {MOST_TOKENS:,}, got {self.shard_tokens:,}")
+        if not 0 <= self.val_share < 1:
+            raise ValueError(f"val_share must be at least 0 and below 1, got {self.val_share}")
+        if self.val_documents < 0:
+            raise ValueError(f"val_documents must be 0 or more, got {self.val_documents}")
+        if self.separator == "":
+            raise ValueError("separator must not be empty")
+        ways = [name for name in ("val_sources", "val_share", "val_documents", "val_shard") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)}: choose one way to set validation apart")
+
+    def split_of(self, number: int, from_val_source: bool) -> str:
+        """Where the document with this number goes (val_shard, which cuts documents, is decided later)."""
+        if from_val_source or number < self.val_documents:
+            return "val"
+        draw = int.from_bytes(blake2b(str(number).encode(), digest_size=8).digest(), "big") / 2**64
+        return "val" if number and draw < self.val_share else "train"
+
+
+@dataclass
+class Status:
+    """How far it is; also what the progress file holds."""
+
+    unit: int = 0
+    document: int = 0
+    """Documents taken of that unit."""
+    documents: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
+    empty: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
+    share: float | None = None
+    """Of the bytes of all sources, where these are known."""
+    resumed_tokens: int = 0
+    """Not made by this process."""
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.tokens.values())
+
+
+def prepare(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    out: Path | str,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    report: Callable[[Status], Any] | None = None,
+) -> Path:
+    """Writes NAME_train_000001.bin, NAME_val_000000.bin, ... and manifest.json into `out`; returns the manifest's path.
+
+    Runs again with the same arguments go on where the last one stopped. `report` is called after every few documents.
+    """
+    out = Path(out)
+    reading = Reading(
+        settings.text_field,
+        settings.undecodable,
+        settings.separator,
+        settings.glob,
+        tokenizer.eot,
+        tokenizer.vocab_size,
+    )
+    training = find_units(settings.sources, reading)
+    validation = find_units(settings.val_sources, reading) if settings.val_sources else []
+    out.mkdir(parents=True, exist_ok=True)
+    with _alone_in(out):
+        job = _Job(settings, tokenizer, out, [*validation, *training], len(validation))
+        status = job.begin(overwrite)
+        try:
+            job.run(status, workers, report or (lambda status: None))
+            return job.end(status)
+        finally:
+            for sink in job.sinks.values():
+                sink.close()
+
+
+class _Job:
+    """One run: where it starts, the loop, and what is left at the end."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, out: Path, units: list[Unit], val_units: int) -> None:
+        self.settings, self.tokenizer, self.out, self.units, self.val_units = settings, tokenizer, out, units, val_units
+        self.progress_file = out / f".{settings.name}_progress.json"
+        self.sinks = {split: _Sink(self, split) for split in ("val", "train")}
+        self.identity = json.loads(
+            json.dumps(
+                {
+                    "settings": asdict(settings),
+                    "tokenizer": {key: value for key, value in tokenizer.to_dict().items() if key != "file"},
+                    "units": _digest([[unit.name, unit.bytes] for unit in units]),
+                }
+            )
+        )
+
+    def begin(self, overwrite: bool) -> Status:
+        """A fresh start, or the last safe point of an earlier run; never over somebody's files unasked."""
+        manifest, shards = self.out / MANIFEST, self.shards()
+        if overwrite:
+            return self._fresh()
+        if manifest.exists():
+            raise FileExistsError(
+                f"{manifest} exists: a dataset is finished there; choose another folder or --overwrite"
+            )
+        if not self.progress_file.exists():
+            if shards:
+                raise FileExistsError(f"{shards[0]} exists; choose another folder or name, or --overwrite")
+            return self._fresh()
+        saved = json.loads(self.progress_file.read_text())
+        status = Status(**saved["status"])
+        if not status.total_tokens:  # it failed at once: nothing to go on from, so other settings are welcome
+            return self._fresh()
+        if saved["identity"] != self.identity:
+            raise FileExistsError(
+                f"{self.out} holds an unfinished run with other settings or sources "
+                f"({_difference(saved['identity'], self.identity)}); finish it with the same ones, or --overwrite"
+            )
+        for split, sink in self.sinks.items():
+            sink.resume(saved["sinks"][split], self.shards())
+        return replace(status, resumed_tokens=status.total_tokens)
+
+    def _fresh(self) -> Status:
+        self._clear()
+        self._save(status := Status())  # from now on, shards in this folder are known to be ours
+        return status
+
+    def run(self, status: Status, workers: int, report: Callable[[Status], Any]) -> None:
+        sizes = [unit.bytes for unit in self.units]
+        total = None if None in sizes else max(1, sum(size or 0 for size in sizes))
+        saved, finished = time.monotonic(), self._finished()
+        eot = np.array([self.tokenizer.eot], layout_for(self.tokenizer.vocab_size).dtype)
+        before = [sum(size or 0 for size in sizes[:unit]) for unit in range(len(sizes))]
+        with closing(tokenised(self._documents(status), self.tokenizer, workers)) as documents:
+            for unit, document, tokens in documents:
+                self._take(np.concatenate([eot, tokens]) if len(tokens) else tokens, unit < self.val_units, status)
+                status.document = status.document + 1 if unit == status.unit else 1
+                status.unit = unit
+                status.share = None if total is None else (before[unit] + document.read) / total
+                if self._finished() != finished or time.monotonic() - saved > _SAFE_POINT_SECONDS:
+                    self._save(status)
+                    saved, finished = time.monotonic(), self._finished()
+                report(status)
+                if self._enough(status):
+                    break
+
+    def _documents(self, status: Status) -> Iterator[tuple[int, Document]]:
+        if self._enough(status):
+            return
+        for index in range(status.unit, len(self.units)):
+            skip = status.document if index == status.unit else 0
+            for document in self.units[index].documents(skip):
+                yield index, document
+
+    def _enough(self, status: Status) -> bool:
+        return self.settings.max_tokens is not None and status.total_tokens >= self.settings.max_tokens
+
+    def _take(self, tokens: np.ndarray, from_val_source: bool, status: Status) -> None:
+        """One document, to the split that it belongs to."""
+        if not len(tokens):
+            status.empty += 1
+            return
+        room = len(tokens)
+        split = self.settings.split_of(sum(status.documents.values()), from_val_source)
+        if self.settings.val_shard:  # the one case where a document can be part validation, part training
+            room = max(0, self.settings.shard_tokens - status.tokens["val"])
+            split = "val" if room else "train"
+        for name, part in ((split, tokens[:room]), ("train", tokens[room:])):
+            self.sinks[name].append(part)
+            status.tokens[name] += len(part)
+        status.documents[split] += 1
+
+    def _finished(self) -> int:
+        return sum(sink.index for sink in self.sinks.values())
+
+    def _save(self, status: Status) -> None:
+        """First the tokens, then the note that they are there."""
+        sinks = {split: sink.flush() for split, sink in self.sinks.items()}
+        record = {"identity": self.identity, "status": asdict(status), "sinks": sinks}
+        with naming(self.progress_file):
+            write_json(self.progress_file, record, overwrite=True)
+
+    def end(self, status: Status) -> Path:
+        if not status.tokens["train"]:
+            self._clear()
+            if not status.total_tokens:
+                raise ValueError(f"no text in {', '.join(self.settings.sources)}: {status.empty} empty documents")
+            raise ValueError(
+                f"all {sum(status.documents.values())} documents ({status.total_tokens:,} tokens) went to validation, "
+                f"none is left for training; set less apart, or make shards smaller"
+            )
+        for sink in self.sinks.values():
+            sink.finish()
+        splits: dict[str, Any] = {}
+        for split, sink in self.sinks.items():
+            names = [sink.path(index).name for index in range(_FIRST_INDEX[split], sink.index)]
+            splits[split] = {"documents": status.documents[split], "tokens": status.tokens[split], "shards": names}
+        record = {
+            "format": "llm.c",
+            "dtype": layout_for(self.tokenizer.vocab_size).dtype.name,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eot": self.tokenizer.eot,
+            "tokenizer": save_tokenizer(self.tokenizer, self.out),
+            "splits": splits,
+            "empty_documents": status.empty,
+            "settings": asdict(self.settings),
+            "files": len(self.units),
+            "bytes": sum(unit.bytes or 0 for unit in self.units),
+            "environment": environment(),
+        }
+        manifest = write_json(self.out / MANIFEST, record, overwrite=True)
+        self.progress_file.unlink(missing_ok=True)
+        return manifest
+
+    def shards(self, form: str = "{}") -> list[Path]:
+        """Finished shards of this name, whoever made them."""
+        name = re.escape(self.settings.name) + r"_(train|val)_\d{6}\.bin"
+        return sorted(path for path in self.out.iterdir() if re.fullmatch(form.format(name), path.name))
+
+    def _clear(self) -> None:
+        for sink in self.sinks.values():
+            sink.close()
+        partial = self.shards(r"\.{}\.partial")
+        for path in [self.out / MANIFEST, self.progress_file, *partial, *self.shards()]:
+            path.unlink(missing_ok=True)
+
+
+class _Sink:
+    """The tokens of one split, cut into shards of equal size."""
+
+    def __init__(self, job: _Job, split: str) -> None:
+        self.split, self.out, self.name = split, job.out, job.settings.name
+        self.size, self.vocab_size = job.settings.shard_tokens, job.tokenizer.vocab_size
+        self.index = _FIRST_INDEX[split]
+        self.shard: ShardInProgress | None = None
+
+    def path(self, index: int) -> Path:
+        return self.out / f"{self.name}_{self.split}_{index:06d}.bin"
+
+    def append(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self.shard is None:
+                self.shard = ShardInProgress(self.path(self.index), self.vocab_size)
+            room = self.size - self.shard.tokens
+            self.shard.append(tokens[:room])
+            tokens = tokens[room:]
+            if self.shard.tokens == self.size:
+                self.finish()
+
+    def finish(self) -> None:
+        if self.shard is not None:
+            self.shard.finish()
+            self.shard = None
+            self.index += 1
+
+    def flush(self) -> dict[str, int]:
+        if self.shard is not None:
+            self.shard.flush()
+        return {"index": self.index, "tokens": self.shard.tokens if self.shard is not None else 0}
+
+    def resume(self, saved: dict[str, int], shards: list[Path]) -> None:
+        """Back to a safe point: what was written after it is written again."""
+        self.index = saved["index"]
+        if saved["tokens"]:
+            self.shard = ShardInProgress(self.path(self.index), self.vocab_size, saved["tokens"])
+        kept = {self.path(index) for index in range(_FIRST_INDEX[self.split], self.index)}
+        for path in shards:
+            if path.name.startswith(f"{self.name}_{self.split}_") and path not in kept:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.shard is not None:
+            self.shard.close()
+
+
+def tokenised(
+    documents: Iterator[tuple[int, Document]], tokenizer: Tokenizer, workers: int
+) -> Generator[tuple[int, Document, np.ndarray], None, None]:
+    """Each document with its tokens, in order. Workers get whole batches, and few ahead of what is written."""
+    if workers <= 1:
+        for unit, document in documents:
+            yield unit, document, _tokens(document, tokenizer.encode)
+        return
+    waiting: deque[tuple[list[tuple[int, Document]], Future[list[np.ndarray]]]] = deque()
+
+    def next_batch() -> Iterator[tuple[int, Document, np.ndarray]]:
+        batch, future = waiting.popleft()
+        encoded = iter(future.result())
+        for unit, document in batch:
+            yield unit, document, _tokens(document, lambda text: next(encoded))
+
+    # Not fork: this process may have threads (torch, progress) whose locks a forked copy would find locked for ever.
+    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
+    if hasattr(os, "fork"):
+        context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,))
+    try:
+        for batch in _batches(documents):
+            texts = [document.content for _, document in batch if isinstance(document.content, str)]
+            waiting.append((batch, pool.submit(_encode_in_worker, texts)))
+            if len(waiting) > 3 * workers:
+                yield from next_batch()
+        while waiting:
+            yield from next_batch()
+    except BrokenProcessPool as error:
+        raise RuntimeError("a tokenizing worker was killed (out of memory?); run again to go on, with fewer") from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tokens(document: Document, encode: Callable[[str], np.ndarray]) -> np.ndarray:
+    return encode(document.content) if isinstance(document.content, str) else document.content
+
+
+def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
+    batch: list[tuple[int, Document]] = []
+    characters = 0
+    for item in documents:
+        batch.append(item)
+        characters += len(item[1].content)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= 1024:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+_worker_tokenizer: Tokenizer
+
+
+def _start_worker(tokenizer: Tokenizer) -> None:
+    global _worker_tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_tokenizer = tokenizer
+
+
+def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:
+    return [_worker_tokenizer.encode(text) for text in texts]
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two runs must not fill the same partial files; the lock goes with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(f"another process is preparing data in {folder}") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _digest(value: Any) -> str:
+    return blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def _difference(saved: dict[str, Any], ours: dict[str, Any]) -> str:
+    for key, value in ours["settings"].items():
+        if saved["settings"].get(key) != value:
+            return f"{key} was {saved['settings'].get(key)!r}, is {value!r}"
+    return "another tokenizer" if saved["tokenizer"] != ours["tokenizer"] else "files were added, removed or changed"
