@@ -72,7 +72,7 @@ def test_every_mechanism_learns(name):
     optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses = []
     for _ in range(50):
-        loss = model.loss(ids[:, :-1], ids[:, 1:])
+        loss = model(ids[:, :-1], targets=ids[:, 1:])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -88,7 +88,7 @@ def test_layer_checkpoints_change_nothing():
     grads = []
     for checkpoint_layers in (False, True):
         model = small(checkpoint_layers=checkpoint_layers)
-        model.loss(ids[:, :-1], ids[:, 1:]).backward()
+        model(ids[:, :-1], targets=ids[:, 1:]).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
@@ -101,7 +101,7 @@ def test_token_losses_are_the_loss():
     each = model.token_losses(ids[:, :-1], targets, rows=7)
     assert (each[0, :5] == 0).all()
     mean = each.sum() / (targets != IGNORE).sum()
-    torch.testing.assert_close(mean.float(), model.loss(ids[:, :-1], targets).float())
+    torch.testing.assert_close(mean.float(), model(ids[:, :-1], targets=targets).float())
 
 
 def test_sizes_have_the_names_of_their_parameters():

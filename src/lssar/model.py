@@ -190,6 +190,9 @@ class GPT(nn.Module):
             for linear in (module.attention.out, module.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.layers))
 
+    def layers(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
+
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
@@ -228,12 +231,13 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embed.weight)[..., : self.config.vocab_size]
 
-    def forward(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        return self.logits(self.hidden(ids, cache, cu_seqlens))
-
-    def loss(self, ids: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats over targets that are not IGNORE."""
-        logits = self.logits(self.hidden(ids, cu_seqlens=cu_seqlens))
+    def forward(
+        self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits (B, L, V); or, given targets (B, L), the mean cross-entropy in nats over those that are not IGNORE."""
+        logits = self.logits(self.hidden(ids, cache, cu_seqlens))
+        if targets is None:
+            return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 
     @torch.no_grad()

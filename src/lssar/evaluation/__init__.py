@@ -1,0 +1,1 @@
+"""Evaluation: loss by length and position, and what attention rows look like."""

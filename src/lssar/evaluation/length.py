@@ -1,0 +1,104 @@
+"""Loss against length: does a model keep what it learned when the context grows beyond what it was trained on?
+
+Three views, because a flat mean loss can also mean that far context is ignored:
+  by_length    mean loss when the same tokens are cut into pieces of each length
+  by_position  loss of the token at each position of the longest pieces
+  last         loss of the same last tokens of each piece against how much context they are given
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lssar.model import GPT
+
+LAST_TOKENS = 256
+
+
+def pieces_of(documents: Iterable[np.ndarray], length: int, most: int | None = None) -> list[Tensor]:
+    """From each document with at least `length` + 1 tokens, its leading non-overlapping pieces of `length` + 1."""
+    pieces: list[Tensor] = []
+    for document in documents:
+        whole = (len(document) - 1) // length
+        pieces += [torch.from_numpy(document[i * length : (i + 1) * length + 1].astype(np.int64)) for i in range(whole)]
+        if most is not None and len(pieces) >= most:
+            return pieces[:most]
+    return pieces
+
+
+@torch.no_grad()
+def evaluate_length(
+    model: GPT,
+    pieces: Sequence[Tensor],
+    lengths: Sequence[int],
+    ntk: Literal["off", "length"] = "off",
+    window: int | None = None,
+    batch_tokens: int = 16_384,
+    dtype: torch.dtype | None = None,
+    report: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """The three curves for one model; `pieces` are token ids of max(lengths) + 1, on any device."""
+    longest = max(lengths)
+    if not pieces or any(len(piece) != longest + 1 for piece in pieces):
+        raise ValueError(f"evaluation to {longest} tokens needs pieces of {longest + 1}; got {len(pieces)} pieces")
+    if any(longest % length for length in lengths):
+        raise ValueError(f"every length must divide the longest, so that all see the same tokens; got {list(lengths)}")
+    device = next(model.parameters()).device
+    before = model.ntk, model.window
+    model.ntk, model.window = ntk, window
+    try:
+        with torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            by_length, last = [], []
+            positions = torch.zeros(longest, dtype=torch.float64)
+            tail = min(LAST_TOKENS, min(lengths))
+            for length in sorted(lengths):
+                means, tails = [], []
+                for piece in pieces:
+                    losses = _losses(model, piece[:-1].view(-1, length), piece[1:].view(-1, length), batch_tokens)
+                    means.append(float(losses.mean()))
+                    tails.append(float(losses[-1, -tail:].mean()))
+                    if length == longest:
+                        positions += losses[0].double().cpu() / len(pieces)
+                    report()
+                by_length.append({"length": length, **interval(means)})
+                last.append({"context": length, "tokens": tail, **interval(tails)})
+    finally:
+        model.ntk, model.window = before
+    return {"ntk": ntk, "window": window, "by_length": by_length, "last": last, "by_position": _binned(positions)}
+
+
+def _losses(model: GPT, ids: Tensor, targets: Tensor, batch_tokens: int) -> Tensor:
+    device = next(model.parameters()).device
+    rows = max(1, batch_tokens // ids.shape[1])
+    parts = [
+        model.token_losses(i.to(device), t.to(device)).float() for i, t in zip(ids.split(rows), targets.split(rows))
+    ]
+    return torch.cat(parts)
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean over pieces and its 95% interval from their spread."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return {"loss": mean, "low": mean, "high": mean, "pieces": len(values)}
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+    return {"loss": mean, "low": mean - 1.96 * spread, "high": mean + 1.96 * spread, "pieces": len(values)}
+
+
+def _binned(positions: Tensor, per_octave: int = 4) -> list[dict[str, Any]]:
+    """Mean loss in bins that grow with position, from the first 16 tokens on."""
+    edges = [0]
+    at = 16.0
+    while at < len(positions):
+        if int(at) > edges[-1]:
+            edges.append(int(at))
+        at *= 2 ** (1 / per_octave)
+    edges.append(len(positions))
+    return [{"start": a, "stop": b, "loss": float(positions[a:b].mean())} for a, b in pairwise(edges) if b > a]

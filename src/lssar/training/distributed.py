@@ -1,0 +1,85 @@
+"""One process or many: what `torchrun` says, and the model wrapped accordingly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lssar.model import GPT
+from lssar.training.recipes import Parallel
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.SUM)
+            x = x / self.size
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """True everywhere if it is anywhere: a signal may reach one process only."""
+        return flag if self.size == 1 else bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def world() -> Iterator[World]:
+    """The world that `torchrun` set up, or a world of one."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" not in os.environ:
+        yield World(0, 1, device)
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def distribute(model: GPT, parallel: Parallel, w: World) -> nn.Module:
+    """The module to call in training: the model itself, or DDP around it, or the model sharded in place (FSDP2)."""
+    if w.size == 1:
+        return model
+    if parallel == "ddp":
+        return nn.parallel.DistributedDataParallel(model, device_ids=[w.device] if w.device.type == "cuda" else None)
+
+    mesh = init_device_mesh(w.device.type, (w.size,))
+    for block in model.layers():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextlib.contextmanager
+def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
+    """Gradients are exchanged only with the last micro-batch of a step."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        with contextlib.nullcontext() if sync else module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(sync)
+    yield

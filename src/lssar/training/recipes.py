@@ -1,0 +1,160 @@
+"""Recipes: everything that decides a run, as one flat value, and the registry of named ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lssar.model import ModelConfig, model_config
+from lssar.specs import spec
+
+Schedule = Literal["cosine", "wsd", "constant"]
+Optimiser = Literal["adamw", "muon"]
+Parallel = Literal["ddp", "fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run of training. Every field is a flag of `lssar train`; a run folder keeps them all."""
+
+    # model
+    size: str = "124m"
+    attention: str = "lssar"
+    """A name of `lssar specs`."""
+    p: float | None = None
+    """Another power for the re-weighting; also puts re-weighting on a mechanism that has none."""
+    position: Literal["rope", "alibi", "none"] = "rope"
+    rope_base: float = 10_000.0
+    window: int | None = None
+    key_heads: int | None = None
+    projection: Literal["plain", "tpa"] = "plain"
+    # data
+    data: str = ""
+    """Folder with *_train_*.bin and *_val_*.bin (made by `lssar data`), or `stdlib`: Python's own source, as bytes."""
+    vocab_size: int = 50257
+    length: int = 1024
+    pack: bool = False
+    """Documents do not see each other; otherwise they are simply strung together, as in the paper."""
+    # optimisation
+    steps: int = 18_865
+    batch_tokens: int = 524_288
+    """Tokens of one step, over all processes and accumulation."""
+    micro_batch: int = 32
+    """Sequences in one forward of one process."""
+    optimiser: Optimiser = "adamw"
+    lr: float = 6e-4
+    warmup: int = 700
+    schedule: Schedule = "cosine"
+    decay_share: float = 0.2
+    """`wsd`: share of the steps at the end over which the rate falls to 0."""
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    # running
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """bfloat16: autocast, weights and optimiser stay float32."""
+    compile: bool = True
+    parallel: Parallel = "ddp"
+    checkpoint_layers: bool = False
+    eval_every: int = 250
+    eval_batches: int = 20
+    save_every: int = 1000
+    keep: int = 2
+    """Checkpoints that stay; the last one always does."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch_tokens",
+            "micro_batch",
+            "length",
+            "eval_every",
+            "eval_batches",
+            "save_every",
+            "keep",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if self.batch_tokens % self.length:
+            raise ValueError(f"batch_tokens must be a multiple of length; got {self.batch_tokens} and {self.length}")
+        if not 0 <= self.decay_share <= 1:
+            raise ValueError(f"decay_share must lie in 0..1; got {self.decay_share}")
+        if self.lr <= 0 or self.clip <= 0:
+            raise ValueError(f"lr and clip must be positive; got {self.lr} and {self.clip}")
+        self.model()  # a bad combination is said before anything is loaded
+
+    def model(self) -> ModelConfig:
+        changes: dict[str, Any] = {"train_length": self.length}
+        if self.p is not None:
+            changes["p"] = self.p
+        return model_config(
+            self.size, attention=spec(self.attention, **changes), position=self.position, rope_base=self.rope_base,
+            window=self.window, key_heads=self.key_heads, projection=self.projection, vocab_size=self.vocab_size,
+            train_length=self.length, checkpoint_layers=self.checkpoint_layers,
+        )  # fmt: skip
+
+    def micro_steps(self, world: int) -> int:
+        """Forwards of one process in one step."""
+        sequences = self.batch_tokens // self.length
+        if sequences % (world * self.micro_batch):
+            raise ValueError(
+                f"a step of {sequences} sequences does not divide into {world} processes x {self.micro_batch} "
+                "sequences; change batch_tokens or micro_batch"
+            )
+        return sequences // (world * self.micro_batch)
+
+    def replace(self, **changes: Any) -> Recipe:
+        return Recipe.from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Recipe:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise ValueError(
+                f"unknown setting {', '.join(map(repr, unknown))}; a recipe has {', '.join(sorted(known))}"
+            )
+        return cls(**{**fields, **({"betas": tuple(fields["betas"])} if "betas" in fields else {})})
+
+
+RECIPES: dict[str, Recipe] = {
+    # The paper: FineWeb-10B, 18,865 steps of 524,288 tokens (the settings of llm.c, whose step count it is).
+    "gpt2-124m-fineweb": Recipe(data="data/fineweb10B"),
+    "books-51m": Recipe(
+        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, lr=1e-3, warmup=100,
+        eval_every=200, save_every=500,
+    ),
+    "books-124m": Recipe(
+        size="124m", data="data/books", steps=1_600, batch_tokens=65_536, micro_batch=32, lr=8e-4, warmup=100,
+        eval_every=200, save_every=500,
+    ),
+    "tiny-cpu": Recipe(
+        size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,
+        warmup=50, dtype="float32", compile=False, eval_every=100, save_every=200,
+    ),
+}  # fmt: skip
+
+
+def recipe(name: str, **changes: Any) -> Recipe:
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+    return RECIPES[name].replace(**changes)
+
+
+def learning_rate(r: Recipe, step: int) -> float:
+    """Rate of the given step, counted from 0: linear warm-up, then the schedule, to 0 after the last step."""
+    if step < r.warmup:
+        return r.lr * (step + 1) / r.warmup
+    left = (r.steps - step) / max(1, r.steps - r.warmup)
+    match r.schedule:
+        case "cosine":
+            return r.lr * 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        case "wsd":
+            return r.lr * min(1.0, (r.steps - step) / max(1.0, r.decay_share * r.steps))
+        case _:
+            return r.lr
