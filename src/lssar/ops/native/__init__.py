@@ -1,7 +1,7 @@
 """Compiled strips for the CPU (optional): the same results as the PyTorch strips of `tiled.py`, faster.
 
-The C sources beside this file are built into the extension module `_kernels` when the package is installed and a compiler
-is there; without it `supports` is False and `tiled.py` does the work. Environment, read at import:
+The C sources beside this file are built into the extension module `_kernels` when the package is installed and there is
+a compiler; without it `supports` is False and `tiled.py` does the work. Environment, read at import:
 
     LSSAR_NATIVE=0          do without it
     LSSAR_NATIVE_ISA=name   a lesser instruction set than the processor's best: `avx2` or `baseline`
@@ -36,10 +36,11 @@ class _Problem(ctypes.Structure):
         ),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "d_out", "out", "d_q", "d_k", "d_v", "start", "stop")),
         *((f"{name}_{axis}_stride", ctypes.c_int64) for name in ("start", "stop") for axis in ("batch", "query")),
-        *((name, ctypes.c_int64) for name in ("activation", "cosine", "log_n", "reweighted")),
+        *((name, ctypes.c_int64) for name in ("activation", "cosine", "log_n", "reweighted", "normalize")),
         ("scale", ctypes.c_double),
         ("p", ctypes.c_double),
         ("threads", ctypes.c_int64),
+        ("parallel", ctypes.c_void_p),
     )
 
 
@@ -59,7 +60,16 @@ def _load() -> ctypes.CDLL | None:
     return library if library.lssar_problem_size() == ctypes.sizeof(_Problem) else None
 
 
+def _torch_threads() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that PyTorch has loaded, where it has that one."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None
+
+
 _library = _load()
+_parallel = None if _library is None else _torch_threads()
 _asked_isa = os.environ.get("LSSAR_NATIVE_ISA", "").encode()
 
 
@@ -86,25 +96,31 @@ def _covers(spec: AttentionSpec) -> bool:
     return plain and spec.divisor == "l1" and spec.activation in _ACTIVATIONS
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec) -> Tensor:
-    """Output (B, Hq, Lq, Dv); q and k are unit vectors where the spec is cosine, start and stop are (B, Lq)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, *, normalize: bool = False
+) -> Tensor:
+    """Output (B, Hq, Lq, Dv); start and stop are (B, Lq).
+
+    Where the spec is cosine, q and k are unit vectors already, or with `normalize` of any length.
+    """
     o = q.new_empty(*q.shape[:3], v.shape[3])
-    _run(q, k, v, start, stop, spec, out=o)
+    _run(q, k, v, start, stop, spec, normalize, out=o)
     return o
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k (as they were given: unit vectors where cosine) and v."""
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, *,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v as they are given here."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    _run(q, k, v, start, stop, spec, d_out=do, d_q=dq, d_k=dk, d_v=dv)
+    _run(q, k, v, start, stop, spec, normalize, d_out=do, d_q=dq, d_k=dk, d_v=dv)
     return dq, dk, dv
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, **others: Tensor
-) -> None:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, normalize: bool, **others: Tensor
+) -> None:
     (B, Hq, Lq, D), (_, Hkv, Lk, Dv) = q.shape, v.shape
     if min(B, Lq, Lk, Dv) == 0:  # nothing to see
         for x in others.values():
@@ -118,9 +134,9 @@ def _run(
         batch=B, key_heads=Hkv, group=Hq // Hkv, queries=Lq, keys=Lk, head_size=D, value_size=Dv,
         start=start.data_ptr(), start_batch_stride=start.stride(0), start_query_stride=start.stride(1),
         stop=stop.data_ptr(), stop_batch_stride=stop.stride(0), stop_query_stride=stop.stride(1),
-        activation=_ACTIVATIONS[spec.activation], cosine=spec.cosine, log_n=spec.log_n,
+        activation=_ACTIVATIONS[spec.activation], cosine=spec.cosine, log_n=spec.log_n, normalize=normalize and spec.cosine,
         scale=math.log(D) if spec.scale == "log_d" else 1 / math.sqrt(D),
-        reweighted=spec.p is not None, p=spec.p or 0.0, threads=torch.get_num_threads(),
+        reweighted=spec.p is not None, p=spec.p or 0.0, threads=torch.get_num_threads(), parallel=_parallel,
         **{name: x.data_ptr() for name, x in tensors.items()},
     )  # fmt: skip
     error = _library.lssar_run(ctypes.byref(problem), _asked_isa)

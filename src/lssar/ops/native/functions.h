@@ -17,8 +17,8 @@ INLINE vf reduce(vf x, vf *n, vf *n_bits)
     return *n * -LN2_LOW + (*n * -LN2_HIGH + x);
 }
 
-/* e^x for x <= 0, denormals included. Polynomial: 2^-28. */
-INLINE vf exp_negative(vf x)
+/* e^x for least < x <= 0, and 0 below, without the processor's slow path for underflow. Polynomial: 2^-28. */
+INLINE vf exp_above(vf x, float least)
 {
     vf n, n_bits;
     vf r = reduce(larger(all(-105.0f), x), &n, &n_bits);
@@ -27,11 +27,13 @@ INLINE vf exp_negative(vf x)
     q = q * r + 4.166840762e-02f;
     q = q * r + 1.666651964e-01f;
     q = q * r + 4.999999404e-01f;
-    return times_power_of_2(r * r * q + r + 1.0f, n, n_bits);
+    return times_power_of_2(unless_le(r * r * q + r + 1.0f, x, all(least)), n, n_bits);
 }
 
-/* The same with results below the smallest normal number flushed to 0: denormal operands would slow the products. */
-INLINE vf exp_flushed(vf x) { return unless_le(exp_negative(x), x, all(-87.3f)); }
+/* e^x for x <= 0: all of it, denormals included; or as long as it is a normal number, because denormal operands would
+   slow the products. */
+INLINE vf exp_negative(vf x) { return exp_above(x, -104.0f); }
+INLINE vf exp_flushed(vf x) { return exp_above(x, -87.3f); }
 
 /* log(1 + e^s) = max(s, 0) + log1p(t), t = e^-|s| in (0, 1]: nothing is lost for s far below 0. Polynomial: 2^-27. */
 INLINE vf softplus(vf s)

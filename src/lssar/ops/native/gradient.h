@@ -19,9 +19,12 @@ static void find_origins(const struct strip *S, struct row_gradient *G)
     for (int r = 0; r < S->rows; r++) {
         struct range seen = in_block(S->first[r], S->last[r], S->peak_block[r]);
         const float *x = block_row(S, S->space->a, S->peak_block[r], r);
-        int peak = seen.from;
-        for (int j = seen.from; j < seen.to; j++)
-            peak = x[j] > x[peak] ? j : peak;
+        float factor = P->activation == EXP ? factor_of(S, r) : 1, max = P->activation == EXP ? S->max[r].s : S->max[r].a;
+        int peak = seen.from / LANES * LANES;
+        while (peak < seen.to - LANES && max_of(load(x + peak) * factor) != max)
+            peak += LANES;
+        while (peak < seen.from || (peak < seen.to - 1 && x[peak] * factor != max))
+            peak++;
         int64_t key = S->origin + S->peak_block[r] * BLOCK_KEYS + peak;
         const float *v = S->space->v_head + key * P->value_size, *d_out = S->space->d_out + r * P->value_size;
         float g = 0;
@@ -83,16 +86,18 @@ static void score_gradients(const struct strip *S, int64_t b, const struct row_g
             fill(a, seen.from, seen.to, 1);
             whole.from = whole.to = 0;
         }
-        fill_outside(g, whole, 0);
+        clear_outside(S, b, g, whole);
     }
     for (int r = S->rows; r < S->tiles * TILE_ROWS; r++)
-        fill(block_row(S, S->space->g, b, r), 0, BLOCK_KEYS, 0);
+        clear_outside(S, b, block_row(S, S->space->g, b, r), (struct range){0, 0});
 }
 
 /* The rows of the strip that see any of the keys [key, key + TILE_ROWS), as a range. */
 static struct range rows_that_see(const struct strip *S, int key)
 {
     struct range rows = {S->rows, 0};
+    if (S->common_first <= key && key + TILE_ROWS <= S->common_last)
+        return (struct range){0, S->rows};
     for (int r = 0; r < S->rows; r++)
         if (S->first[r] < key + TILE_ROWS && S->last[r] > key) {
             rows.from = r < rows.from ? r : rows.from;
@@ -139,9 +144,8 @@ static void backward_strip(struct strip *S, int64_t batch, const float *q, const
     }
     size_t padded_rows = (size_t)(S->tiles * TILE_ROWS);
     memset(W->sum, 0, sizeof(float) * padded_rows * (size_t)W->k_stride);
-    memset(W->q, 0, sizeof(float) * padded_rows * (size_t)P->head_size);
     memset(W->d_out, 0, sizeof(float) * padded_rows * (size_t)P->value_size);
-    memcpy(W->q, q, sizeof(float) * (size_t)(count * P->head_size));
+    load_queries(S, q);
     memcpy(W->d_out, d_out, sizeof(float) * (size_t)(count * P->value_size));
 
     struct row_gradient G[MAX_STRIP_ROWS];
@@ -160,14 +164,17 @@ static void backward_strip(struct strip *S, int64_t batch, const float *q, const
         factor[r] = G[r].factor;
     }
     copy_padded(d_out, count, P->value_size, scale, W->d_out_padded, W->v_stride);
-    copy_padded(q, count, P->head_size, factor, W->q_padded, W->k_stride);
+    copy_padded(W->q, count, P->head_size, factor, W->q_padded, W->k_stride);
     for (int64_t b = 0; b < S->blocks; b++) {
         score_gradients(S, b, G);
         multiply_gradients(S, b);
     }
-    for (int r = 0; r < count; r++)
+    for (int r = 0; r < count; r++, d_q += P->head_size) {
         for (int64_t d = 0; d < P->head_size; d++)
-            d_q[r * P->head_size + d] = W->sum[r * W->k_stride + d] * factor[r];
+            d_q[d] = W->sum[r * W->k_stride + d] * factor[r];
+        if (P->normalize)
+            through_norm(d_q, W->q + r * P->head_size, S->inverse_norm[r], P->head_size);
+    }
 }
 
 #endif

@@ -6,7 +6,7 @@
 
 enum {
     MIN_STRIP_ROWS = 4 * TILE_ROWS,
-    STRIP_FLOATS = 1 << 20,       /* a strip should stay in the cache that the cores share */
+    STRIP_FLOATS = 1 << 22,       /* a strip should stay in the cache that the cores share */
     FLOPS_A_THREAD = 2 * 1000000, /* below this a thread costs more than it saves */
 };
 
@@ -122,11 +122,28 @@ struct worker {
     const struct kernel *kernel;
 };
 
-static void *run_worker(void *argument)
+static void work(void *argument)
 {
     struct worker *worker = argument;
-    /* A thread without memory leaves its share to the others; the caller's own thread must have some. */
-    return worker->kernel->work(worker->plan) ? argument : NULL;
+    worker->kernel->work(worker->plan);
+}
+
+static void *work_on_thread(void *argument)
+{
+    work(argument);
+    return NULL;
+}
+
+static void run_on_threads(struct worker *worker, int64_t threads)
+{
+    pthread_t *others = malloc(sizeof(pthread_t) * (size_t)threads);
+    int64_t started = 0;
+    while (others && started < threads - 1 && !pthread_create(&others[started], NULL, work_on_thread, worker))
+        started++;
+    work(worker);
+    for (int64_t i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+    free(others);
 }
 
 int run_plan(const struct problem *problem, const struct kernel *kernel)
@@ -136,14 +153,14 @@ int run_plan(const struct problem *problem, const struct kernel *kernel)
     int error = make_plan(&plan, &threads);
     if (!error) {
         struct worker worker = {&plan, kernel};
-        pthread_t *others = malloc(sizeof(pthread_t) * (size_t)threads);
-        int64_t started = 0;
-        while (others && started < threads - 1 && !pthread_create(&others[started], NULL, run_worker, &worker))
-            started++;
-        error = run_worker(&worker) ? ERROR_MEMORY : 0;
-        for (int64_t i = 0; i < started; i++)
-            pthread_join(others[i], NULL);
-        free(others);
+        if (threads == 1)
+            work(&worker);
+        else if (problem->parallel) /* PyTorch's own threads, which would otherwise spin on the cores for a while */
+            problem->parallel(work, &worker, (unsigned)threads, 0);
+        else
+            run_on_threads(&worker, threads);
+        if (plan.finished < plan.task_count)
+            error = ERROR_MEMORY;
     }
     free(plan.tasks);
     free(plan.unfinished);

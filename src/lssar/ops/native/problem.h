@@ -20,9 +20,11 @@ struct problem {
     int64_t start_batch_stride, start_query_stride, stop_batch_stride, stop_query_stride;
     int64_t activation; /* enum activation */
     int64_t cosine, log_n, reweighted;
+    int64_t normalize; /* q and k are to be divided by their norms here; gradients are of q and k as given */
     double scale; /* scores are q.k * scale, and * log n where log_n */
     double p;
     int64_t threads;
+    void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags); /* GOMP_parallel, or NULL */
 };
 
 enum {
@@ -34,6 +36,9 @@ enum {
     /* Row stride inside a block. An odd number of cache lines: the rows of a column fall into different cache sets. */
     BLOCK_STRIDE = BLOCK_KEYS + 16,
     MAX_STRIP_ROWS = 96,
+    /* Up to so many rows in a head (decoding) the forward takes dot products with the keys as they are: packing them
+       would cost more than it saves. */
+    FEW_ROWS = 6,
     /* Head sizes are padded to this, a multiple of every vector length. */
     PAD = 16,
     ERROR_MEMORY = -1,
@@ -69,14 +74,16 @@ struct plan {
     int64_t task_count;
     struct task *tasks;   /* most expensive first */
     int64_t next;         /* atomic: first task that nobody has taken */
+    int64_t finished;     /* atomic: tasks done */
     int64_t *unfinished;  /* atomic, one a head: parts still being worked on (backward, parts > 1) */
     float *partial;       /* [head][part]: private gradients of k and v (backward, parts > 1) */
 };
 
-/* One instruction set's version of the kernel: takes tasks until none is left. Returns 0 or an error. */
+/* One instruction set's version of the kernel: what each thread does, taking tasks until none is left. A thread that
+   gets no memory leaves its share to the others. */
 struct kernel {
     const char *name;
-    int (*work)(struct plan *plan);
+    void (*work)(struct plan *plan);
 };
 
 extern const struct kernel kernel_baseline;
@@ -90,6 +97,9 @@ static inline int64_t gradient_floats(const struct problem *P)
 {
     return gradient_rows(P) * (round_up(P->head_size, PAD) + round_up(P->value_size, PAD));
 }
+
+/* Whether the head has too few rows for packed keys. */
+static inline int few_rows(const struct problem *P) { return !P->d_out && P->group * P->queries <= FEW_ROWS; }
 
 int run_plan(const struct problem *problem, const struct kernel *kernel);
 

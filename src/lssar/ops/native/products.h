@@ -81,14 +81,17 @@ static void multiply_keys(int64_t columns, int64_t depth, const float *A, const 
     TILES_OF_COLUMNS(1, BLOCK_STRIDE)
 }
 
-/* Rows (count x size) as panels of PANEL rows, transposed: panel[d][row]. Missing rows are zeros. */
-static void pack_panels(const float *rows, int64_t count, int64_t size, float *panels)
+/* Rows (count x size) as panels of PANEL rows, transposed: panel[d][row]. Missing rows are zeros. `scale`, one factor a
+   row, may be NULL. */
+static void pack_panels(const float *rows, int64_t count, int64_t size, const float *scale, float *panels)
 {
     for (int64_t first = 0; first < count; first += PANEL, panels += PANEL * size) {
         int64_t here = min64(PANEL, count - first);
-        for (int64_t r = 0; r < here; r++)
+        for (int64_t r = 0; r < here; r++) {
+            float factor = scale ? scale[first + r] : 1.0f;
             for (int64_t d = 0; d < size; d++)
-                panels[d * PANEL + r] = rows[(first + r) * size + d];
+                panels[d * PANEL + r] = rows[(first + r) * size + d] * factor;
+        }
         for (int64_t d = 0; d < size; d++)
             for (int64_t r = here; r < PANEL; r++)
                 panels[d * PANEL + r] = 0;

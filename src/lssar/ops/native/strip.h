@@ -9,6 +9,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "norms.h"
 #include "problem.h"
 #include "products.h"
 #include "sweeps.h"
@@ -23,15 +24,16 @@ enum { FIRST_ROWS = 3, FLAT_ULPS = 32 }; /* numerics.py */
 struct workspace {
     /* of the key head */
     float *k_panels, *v_panels;
-    const float *v_head;
+    const float *k_head, *v_head;
     const float *k_rows, *v_rows; /* padded to k_stride and v_stride: the tensors themselves where no padding is needed */
     int64_t k_stride, v_stride;
     float *k_padded, *v_padded;
+    float *k_inverse_norms; /* NULL where k is not to be normalised */
     float *d_k, *d_v; /* (keys and spare rows, stride): what this task adds to the gradients */
     float *gradients; /* room for d_k and d_v of a head that is one task */
     /* of the strip */
     float *a, *g;       /* (blocks, strip_rows, BLOCK_STRIDE): activations or weights, and gradients of the same */
-    float *q;           /* (strip_rows, head_size) */
+    float *q;           /* (strip_rows, head_size), normalised where asked */
     float *q_padded;    /* (strip_rows, k_stride), times the factor of the gradient */
     float *d_out;       /* (strip_rows, value_size) */
     float *d_out_padded; /* (strip_rows, v_stride), times the factor of the weights */
@@ -43,11 +45,15 @@ struct strip {
     const struct problem *problem;
     struct workspace *space;
     struct power_of p;
+    float least_z; /* the least z whose power p is a normal number */
     int rows, tiles;        /* rows are padded to whole tiles with rows that see nothing */
     int64_t stride;         /* floats from block to block */
     int64_t origin, blocks; /* first key, a multiple of PANEL; all positions below count from there */
+    int width;              /* keys, rounded up to whole blocks but for the last one: to whole vectors and tiles */
+    int common_first, common_last; /* keys that all rows see */
     int first[MAX_STRIP_ROWS], last[MAX_STRIP_ROWS]; /* keys that a row sees, [first, last); 0, 0 if none */
     int tile_first[MAX_STRIP_ROWS / TILE_ROWS], tile_last[MAX_STRIP_ROWS / TILE_ROWS]; /* their union in a tile's rows */
+    float inverse_norm[MAX_STRIP_ROWS]; /* of q, where it is to be normalised */
     float factor[MAX_STRIP_ROWS];  /* what q.k is multiplied by; log n makes it 0 where n is 1 */
     double total[MAX_STRIP_ROWS];  /* sum of activations */
     struct maxima max[MAX_STRIP_ROWS];
@@ -84,10 +90,13 @@ static void fill(float *x, int from, int to, float value)
     for (int j = from; j < to; j++)
         x[j] = value;
 }
-static void fill_outside(float *x, struct range r, float value)
+
+/* Zeros in the rest of a row of block b. */
+static void clear_outside(const struct strip *S, int64_t b, float *x, struct range r)
 {
-    fill(x, 0, r.from, value);
-    fill(x, r.to, BLOCK_KEYS, value);
+    int width = S->width - (int)b * BLOCK_KEYS;
+    fill(x, 0, r.from, 0);
+    fill(x, r.to, width < BLOCK_KEYS ? width : BLOCK_KEYS, 0);
 }
 
 static float *block_row(const struct strip *S, float *strip, int64_t b, int row)
@@ -113,10 +122,18 @@ static int open_strip(struct strip *S, int64_t batch, int64_t row, int count)
         return 0;
     S->origin = low / PANEL * PANEL;
     S->blocks = (high - S->origin + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    int rest = (int)round_up(high - S->origin - (S->blocks - 1) * BLOCK_KEYS, 3 * PAD); /* a multiple of TILE_ROWS too */
+    S->width = (int)(S->blocks - 1) * BLOCK_KEYS + rest;
+    S->common_first = 0;
+    S->common_last = INT32_MAX;
     for (int r = 0; r < S->tiles * TILE_ROWS; r++) {
         int sees = r < count && first[r] < last[r];
         S->first[r] = sees ? (int)(first[r] - S->origin) : 0;
         S->last[r] = sees ? (int)(last[r] - S->origin) : 0;
+        if (r < count) {
+            S->common_first = S->first[r] > S->common_first ? S->first[r] : S->common_first;
+            S->common_last = S->last[r] < S->common_last ? S->last[r] : S->common_last;
+        }
         int n = S->last[r] - S->first[r];
         S->factor[r] = P->log_n ? logf((float)(n > 1 ? n : 1)) * (float)P->scale : (float)P->scale;
     }
@@ -146,9 +163,23 @@ static void multiply_block(const struct strip *S, int64_t b, const float *rows, 
     }
 }
 
+/* Block b of scores for a head of few rows, straight from the keys: each is read once. */
+static void multiply_few_rows(const struct strip *S, int64_t b)
+{
+    const struct problem *P = S->problem;
+    int64_t size = P->head_size, first = S->origin + b * BLOCK_KEYS;
+    int count = (int)min64(BLOCK_KEYS, P->keys - first);
+    for (int j = 0; j < count; j++) {
+        const float *k = S->space->k_head + (first + j) * size;
+        float inverse = P->normalize ? inverse_norm(k, size) : 1;
+        for (int r = 0; r < S->rows; r++)
+            block_row(S, S->space->a, b, r)[j] = dot_rows(S->space->q + r * size, k, size) * inverse;
+    }
+}
+
 static float factor_of(const struct strip *S, int r) { return fmaxf(S->factor[r], LEAST_FACTOR); }
 
-/* Scores of all blocks; activations (softplus) or the row maxima (exp). Hidden entries become 0, or HIDDEN. */
+/* Scores of all blocks; activations (softplus) or the row maxima (exp). Hidden entries become 0 (softplus). */
 static void score(struct strip *S)
 {
     const struct problem *P = S->problem;
@@ -160,17 +191,21 @@ static void score(struct strip *S)
         S->max[r].a = 0;
     }
     for (int64_t b = 0; b < S->blocks; b++) {
-        multiply_block(S, b, W->q, W->k_panels, P->head_size, W->a);
+        if (few_rows(P))
+            multiply_few_rows(S, b);
+        else
+            multiply_block(S, b, W->q, W->k_panels, P->head_size, W->a);
         for (int r = 0; r < S->tiles * TILE_ROWS; r++) {
             struct range seen = in_block(S->first[r], S->last[r], b), whole = vectors_of(seen);
             float *x = block_row(S, W->a, b, r);
             float before = S->max[r].s;
-            fill_outside(x, seen, HIDDEN);
+            fill(x, whole.from, seen.from, HIDDEN);
+            fill(x, seen.to, whole.to, HIDDEN);
             if (P->activation == EXP) {
                 S->max[r].s = largest_score(x, whole.from, whole.to, factor_of(S, r), before);
             } else {
                 S->total[r] += activate_softplus(x, whole.from, whole.to, factor_of(S, r), &S->max[r]);
-                fill_outside(x, whole, 0);
+                clear_outside(S, b, x, whole);
             }
             if (S->max[r].s > before)
                 S->peak_block[r] = b;
@@ -185,7 +220,7 @@ static void exponentiate_block(struct strip *S, int64_t b)
         struct range whole = vectors_of(in_block(S->first[r], S->last[r], b));
         float *x = block_row(S, S->space->a, b, r);
         S->total[r] += activate_exp(x, x, whole.from, whole.to, factor_of(S, r), S->max[r].s);
-        fill_outside(x, whole, 0);
+        clear_outside(S, b, x, whole);
     }
 }
 
@@ -202,14 +237,15 @@ static void set_thresholds(struct strip *S)
         float tau = n <= FIRST_ROWS ? 0 : total / (float)n;
         float spread = a_max - tau;
         float bound = P->cosine ? S->factor[r] : fabsf(S->max[r].s);
-        float steepness = P->activation == EXP ? 1 : -expm1f(-a_max);
-        float tolerance = FLAT_ULPS * FLT_EPSILON * steepness * (1 + bound);
+        float tolerance = FLAT_ULPS * FLT_EPSILON * (1 + bound); /* times the slope, which is at most 1 */
         S->flat[r] = n > FIRST_ROWS && total > 0 && fabsf(spread) <= tolerance;
+        if (S->flat[r] && P->activation == SOFTPLUS)
+            S->flat[r] = fabsf(spread) <= tolerance * -expm1f(-a_max);
         float inverse = S->flat[r] || spread <= 0 ? 0 : 1 / spread;
         if (!isfinite(total)) /* a comparison would take it for "below the threshold" */
             inverse = NAN;
         /* Below `least` z^p is no normal number any more: 0 instead, since denormal operands slow the products. */
-        float least = inverse > 0 ? spread * exp2f(-126 / (float)P->p) : 0;
+        float least = inverse > 0 ? spread * S->least_z : 0;
         S->weighting[r] = (struct reweighting){tau, inverse, isfinite(total) ? least : NAN};
         S->norm[r] = S->flat[r] ? n : 0;
     }
@@ -229,7 +265,19 @@ static void weigh_row(struct strip *S, int64_t b, int r, float *w)
     } else {
         S->norm[r] += activate_exp(a, w, whole.from, whole.to, factor_of(S, r), S->max[r].s);
     }
-    fill_outside(w, whole, 0);
+    clear_outside(S, b, w, whole);
+}
+
+/* The strip's rows of q, padded to whole tiles with zeros. */
+static void load_queries(struct strip *S, const float *q)
+{
+    const struct problem *P = S->problem;
+    struct workspace *W = S->space;
+    int64_t count = S->rows, padding = S->tiles * TILE_ROWS - count;
+    if (P->normalize)
+        inverse_norms(q, count, P->head_size, S->inverse_norm);
+    copy_padded(q, count, P->head_size, P->normalize ? S->inverse_norm : NULL, W->q, P->head_size);
+    memset(W->q + count * P->head_size, 0, sizeof(float) * (size_t)(padding * P->head_size));
 }
 
 /* Output rows of the strip that starts at `row` of the key head. */
@@ -244,8 +292,7 @@ static void forward_strip(struct strip *S, int64_t batch, const float *q, float 
         return;
     }
     memset(W->sum, 0, sizeof(float) * (size_t)(S->tiles * TILE_ROWS * columns));
-    memset(W->q, 0, sizeof(float) * (size_t)(S->tiles * TILE_ROWS * P->head_size));
-    memcpy(W->q, q + row * P->head_size, sizeof(float) * (size_t)(count * P->head_size));
+    load_queries(S, q + row * P->head_size);
     score(S);
     int in_place = !P->reweighted && P->activation == SOFTPLUS; /* the weights are the activations */
     for (int r = 0; r < S->tiles * TILE_ROWS; r++) {

@@ -17,9 +17,10 @@ static int64_t lay_out(const struct plan *plan, struct workspace *W, float *base
     W->k_stride = round_up(d, PAD);
     W->v_stride = round_up(dv, PAD);
 #define PLACE(pointer, floats) (pointer = base + used, used += round_up(floats, 16))
-    PLACE(W->k_panels, panel_keys * d);
+    PLACE(W->k_panels, few_rows(P) ? 0 : panel_keys * d);
     PLACE(W->v_panels, backward ? panel_keys * dv : 0);
-    PLACE(W->k_padded, backward && d % PAD ? P->keys * W->k_stride : 0);
+    PLACE(W->k_padded, backward && (d % PAD || P->normalize) ? P->keys * W->k_stride : 0);
+    PLACE(W->k_inverse_norms, P->normalize && !few_rows(P) ? P->keys : 0);
     PLACE(W->v_padded, !backward && dv % PAD ? P->keys * W->v_stride : 0);
     PLACE(W->gradients, backward && plan->parts == 1 ? gradient_floats(P) : 0);
     PLACE(W->a, strip);
@@ -34,24 +35,32 @@ static int64_t lay_out(const struct plan *plan, struct workspace *W, float *base
     return used;
 }
 
-static const float *padded_rows(const float *rows, int64_t count, int64_t size, float *room, int64_t stride)
+/* The rows themselves, or a copy with padding or scale, if they need any. */
+static const float *padded_rows(const float *rows, int64_t count, int64_t size, const float *scale, float *room,
+                                int64_t stride)
 {
-    if (size == stride)
+    if (size == stride && !scale)
         return rows;
-    copy_padded(rows, count, size, NULL, room, stride);
+    copy_padded(rows, count, size, scale, room, stride);
     return room;
 }
 
 static void open_head(const struct problem *P, struct workspace *W, int64_t head)
 {
     const float *k = P->k + head * P->keys * P->head_size, *v = P->v + head * P->keys * P->value_size;
+    const float *scale = P->normalize ? W->k_inverse_norms : NULL;
+    W->k_head = k;
     W->v_head = v;
-    pack_panels(k, P->keys, P->head_size, W->k_panels);
+    if (!few_rows(P)) {
+        if (P->normalize)
+            inverse_norms(k, P->keys, P->head_size, W->k_inverse_norms);
+        pack_panels(k, P->keys, P->head_size, scale, W->k_panels);
+    }
     if (P->d_out) {
-        pack_panels(v, P->keys, P->value_size, W->v_panels);
-        W->k_rows = padded_rows(k, P->keys, P->head_size, W->k_padded, W->k_stride);
+        pack_panels(v, P->keys, P->value_size, NULL, W->v_panels);
+        W->k_rows = padded_rows(k, P->keys, P->head_size, scale, W->k_padded, W->k_stride);
     } else {
-        W->v_rows = padded_rows(v, P->keys, P->value_size, W->v_padded, W->v_stride);
+        W->v_rows = padded_rows(v, P->keys, P->value_size, NULL, W->v_padded, W->v_stride);
     }
 }
 
@@ -59,13 +68,12 @@ static void open_head(const struct problem *P, struct workspace *W, int64_t head
 static void add_parts(float *to, const float *from, int64_t rows, int64_t size, int64_t stride, int64_t parts,
                       int64_t apart)
 {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t d = 0; d < size; d++) {
-            float sum = from[r * stride + d];
-            for (int64_t part = 1; part < parts; part++)
-                sum += from[part * apart + r * stride + d];
-            to[r * size + d] = sum;
-        }
+    for (int64_t r = 0; r < rows; r++, to += size, from += stride) {
+        memcpy(to, from, sizeof(float) * (size_t)size);
+        for (int64_t part = 1; part < parts; part++)
+            for (int64_t d = 0; d < size; d++)
+                to[d] += from[part * apart + d];
+    }
 }
 
 /* Whoever finishes the last part of a head adds the parts up. */
@@ -79,7 +87,10 @@ static void close_head(struct plan *plan, const struct workspace *W, int64_t hea
             return;
         from = plan->partial + head * plan->parts * apart;
     }
-    add_parts(P->d_k + head * P->keys * P->head_size, from, P->keys, P->head_size, W->k_stride, plan->parts, apart);
+    float *d_k = P->d_k + head * P->keys * P->head_size;
+    add_parts(d_k, from, P->keys, P->head_size, W->k_stride, plan->parts, apart);
+    for (int64_t j = 0; j < P->keys && P->normalize; j++)
+        through_norm(d_k + j * P->head_size, W->k_rows + j * W->k_stride, W->k_inverse_norms[j], P->head_size);
     add_parts(P->d_v + head * P->keys * P->value_size, from + values, P->keys, P->value_size, W->v_stride, plan->parts,
               apart);
 }
@@ -107,20 +118,21 @@ static void run_task(struct plan *plan, struct strip *S, const struct task *task
         close_head(plan, W, head);
 }
 
-static int work(struct plan *plan)
+static void work(struct plan *plan)
 {
     const struct problem *P = plan->problem;
     struct workspace W;
     struct strip S = {.problem = P, .space = &W, .stride = plan->strip_rows * BLOCK_STRIDE};
     void *memory = NULL;
     if (posix_memalign(&memory, 64, sizeof(float) * (size_t)lay_out(plan, &W, NULL)))
-        return ERROR_MEMORY;
+        return;
     lay_out(plan, &W, memory);
     if (P->reweighted) {
         int whole = P->p == floor(P->p) && P->p <= 64;
         S.p.kind = P->p == 15 ? POWER_15 : whole ? POWER_INTEGER : POWER_REAL;
         S.p.integer = whole ? (int)P->p - 1 : 0;
         S.p.real = (float)(P->p - 1);
+        S.least_z = exp2f(-126 / (float)P->p);
     }
     int64_t open = -1;
     for (;;) {
@@ -132,9 +144,9 @@ static int work(struct plan *plan)
             open_head(P, &W, head);
         open = head;
         run_task(plan, &S, &plan->tasks[i]);
+        __atomic_add_fetch(&plan->finished, 1, __ATOMIC_RELAXED);
     }
     free(memory);
-    return 0;
 }
 
 #endif
