@@ -52,7 +52,7 @@ def _save(figure: Any, path: Path, overwrite: bool) -> Path:
 
 
 def plot_dilution(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
-    """How rows spread as the context grows: the three statistics of `lssar demo` against n."""
+    """How rows spread as the context grows: the statistics of `lssar rows` against n."""
     plt = _pyplot()
     panels = {
         "peak": "largest weight",
@@ -114,4 +114,54 @@ def plot_benchmark(result: dict[str, Any], path: Path, overwrite: bool = False) 
             axis.set(xlabel="length", title=f"{what} (d {head_size}, {dtype})")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
+    return _save(figure, path, overwrite)
+
+
+def plot_length(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
+    """Loss by length, of the last tokens against context, and by position; a curve a run, bands for its interval."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    for index, curve in enumerate(result["curves"]):
+        style = {"color": colour(curve["attention"], index), "ls": "--" if curve["ntk"] == "length" else "-"}
+        for axis, points, x in ((axes[0], curve["by_length"], "length"), (axes[1], curve["last"], "context")):
+            at = [p[x] for p in points]
+            axis.plot(at, [p["loss"] for p in points], "o", ms=3, label=curve["label"], **style)
+            axis.fill_between(
+                at, [p["low"] for p in points], [p["high"] for p in points], color=style["color"], alpha=0.12
+            )
+        bins = curve["by_position"]
+        axes[2].plot(
+            [(b["start"] + b["stop"]) / 2 for b in bins], [b["loss"] for b in bins], label=curve["label"], **style
+        )
+    last = result["curves"][0]["last"][0]["tokens"]
+    titles = (
+        "mean loss, read in pieces of this length",
+        f"loss of the last {last} tokens, given this context",
+        "loss by position",
+    )
+    for axis, title in zip(axes, titles):
+        axis.set_xscale("log", base=2)
+        axis.axvline(result["curves"][0]["train_length"], color="black", lw=0.7, ls=":")
+        axis.set(title=title, xlabel="tokens (dotted: training length)")
+    axes[0].set_ylabel("nats a token")
+    axes[0].legend()
+    figure.tight_layout()
+    return _save(figure, path, overwrite)
+
+
+def plot_diagnostics(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
+    """A heat map, layers by heads, for each statistic and length."""
+    plt = _pyplot()
+    statistics, lengths = result["statistics"], result["lengths"]
+    figure, axes = plt.subplots(
+        len(statistics), len(lengths), figsize=(2.6 * len(lengths) + 1, 2.0 * len(statistics)), squeeze=False
+    )
+    for line, (name, by_length) in zip(axes, statistics.items()):
+        low = min(min(map(min, layers)) for layers in by_length)
+        high = max(max(map(max, layers)) for layers in by_length)
+        for axis, length, layers in zip(line, lengths, by_length):
+            image = axis.imshow(layers, vmin=low, vmax=high, aspect="auto", cmap="viridis")
+            axis.set(title=f"{name}, {length} tokens", xlabel="head", ylabel="layer")
+            axis.grid(False)
+        figure.colorbar(image, ax=line)
     return _save(figure, path, overwrite)

@@ -32,15 +32,19 @@ def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches, TokenB
             f"no training shards (*train*.bin) in {str(folder)!r}; make some with `lssar data prepare`, give --data "
             f"FOLDER, or --data {STDLIB} for a small text that is always there"
         )
-    tokenizer_eot = 256 if recipe.vocab_size == 257 else recipe.vocab_size - 1
 
     def batches(shards: list[Path], shuffle: bool) -> TokenBatches:
         return TokenBatches(
             shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.rank, world=w.size,
-            pack=recipe.pack, eot=tokenizer_eot, shuffle=shuffle,
+            pack=recipe.pack, eot=eot_of(recipe.vocab_size), shuffle=shuffle,
         )  # fmt: skip
 
     return batches(train, True), batches(val, False) if val else None
+
+
+def eot_of(vocab_size: int) -> int:
+    """The token between documents: the last one, for bytes (256) and for GPT-2's vocabulary (50256) alike."""
+    return vocab_size - 1
 
 
 def write_stdlib(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The demo: what happens to an attention row when the context grows 64 times beyond what it was made for."""
+"""What happens to an attention row, on synthetic keys, when the context grows 64 times."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The commands of `lssar`: dataclasses whose fields are flags, each with a `run`."""

@@ -1,0 +1,120 @@
+"""`lssar bench` and `lssar specs`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from lssar.commands.common import check_outputs, console, progress, say_where
+from lssar.records import command_line, write_csv, write_json
+
+
+@dataclass
+class Bench:
+    """Time and memory of attention implementations against peers; each is checked before it is timed."""
+
+    contestants: list[str] = field(default_factory=list)
+    """IMPLEMENTATION:MECHANISM, e.g. tiled:lssar sdpa:softmax; all that the device has, if none is given."""
+    lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    head_sizes: list[int] = field(default_factory=lambda: [64])
+    dtypes: list[str] = field(default_factory=list)
+    """float32 on a CPU and bfloat16 on a GPU, if none is given."""
+    modes: list[str] = field(default_factory=lambda: ["forward", "backward", "both"])
+    batch: int = 1
+    heads: int = 4
+    key_heads: int | None = None
+    """As many as heads, if not given."""
+    causal: bool = True
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    budget: float = 1.0
+    """Seconds of timing for each figure."""
+    seed: int = 0
+    out: Path | None = None
+    """Path without suffix for the .json, .csv and .png; nothing is written if not given."""
+    overwrite: bool = False
+    figure: bool = True
+
+    def run(self) -> None:
+        from lssar.benchmark import Case, contestant_names, run_benchmark
+        from lssar.plots import plot_benchmark
+
+        dtypes = self.dtypes or ["bfloat16" if self.device == "cuda" else "float32"]
+        contestants = self.contestants or contestant_names()
+        check_outputs(self.out, (".json", ".csv", ".png"), self.overwrite)
+        cases = [
+            Case(
+                self.batch,
+                self.heads,
+                self.key_heads or self.heads,
+                length,
+                size,
+                dtype,
+                self.device,
+                self.causal,
+                self.seed,
+            )
+            for size in self.head_sizes
+            for dtype in dtypes
+            for length in self.lengths
+        ]
+        columns = [f"{mode}_ms" for mode in self.modes]
+        table = Table(title=f"{self.device}: milliseconds (median) and peak extra memory")
+        for name in ("case", "contestant", *columns, "MiB", "ratio to first SDPA"):
+            table.add_column(name)
+        with progress() as bar:
+            task = bar.add_task("benchmark", total=len(cases) * len(contestants))
+
+            def report(row: dict[str, Any]) -> None:
+                bar.update(task, advance=1, description=f"{row['contestant']} L {row['length']}")
+
+            result = run_benchmark(contestants, cases, self.modes, self.budget, report)
+        result = {"command": command_line(), **result}
+        for row in result["rows"]:
+            table.add_row(str(_case(Case, row)), row["contestant"], *_cells(row, columns, result["rows"]))
+        console.print(table)
+        if self.out is not None:
+            files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
+            files.append(write_csv(self.out.with_suffix(".csv"), map(_flat, result["rows"]), self.overwrite))
+            if self.figure:
+                files.append(plot_benchmark(result, self.out.with_suffix(".png"), self.overwrite))
+            say_where(files)
+        if any("incorrect" in row or "failed" in row for row in result["rows"]):
+            sys.exit(1)
+
+
+@dataclass
+class Specs:
+    """The mechanisms by name, with the fields that make them."""
+
+    def run(self) -> None:
+        from lssar.specs import spec, specs
+
+        for name in specs():
+            console.print(repr(spec(name)), highlight=False)
+
+
+def _case(kind: Any, row: dict[str, Any]) -> Any:
+    return kind(**{f.name: row[f.name] for f in dataclasses.fields(kind)})
+
+
+def _cells(row: dict[str, Any], columns: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    for obstacle in ("unavailable", "incorrect", "failed"):
+        if obstacle in row:
+            return [*("-" for _ in columns), "-", f"{obstacle}: {row[obstacle]}"]
+    peers = ("cudnn:softmax", "sdpa:softmax", "flash:softmax")
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal")
+    alike = {r["contestant"]: r for r in rows if all(r[key] == row[key] for key in same) and columns[0] in r}
+    peer = next((alike[name] for name in peers if name in alike), None)
+    ratios = ", ".join(f"{c.removesuffix('_ms')} {row[c] / peer[c]:.2f}x" for c in columns) if peer else "no SDPA here"
+    return [*(f"{row[c]:.3g}" for c in columns), f"{row['peak_extra_mib']:.0f}", ratios]
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    errors = {f"error_{name}": f"{value:.3g}" for name, value in row.get("errors", {}).items()}
+    return {key: value for key, value in row.items() if key != "errors"} | errors

@@ -1,0 +1,125 @@
+"""`lssar demo`: train short, read long, on any machine. `lssar rows`: the same question asked of synthetic rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from lssar.commands.common import console, progress, say_where
+from lssar.records import command_line, environment, write_json
+
+
+@dataclass
+class Demo:
+    """Train small models at a short length, then read held-out text up to 16 times as long: a table and a picture."""
+
+    attention: list[str] = field(default_factory=lambda: ["softmax", "lssar", "cosine_softmax"])
+    """Mechanisms to compare; cosine_softmax is the control: LSSA's scores under plain softmax."""
+    steps: int = 500
+    """Of 2,048 bytes each; the same for every mechanism."""
+    length: int = 128
+    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    size: str = "0.8m"
+    text: Path | None = None
+    """A text file or folder of your own in place of Python's standard library."""
+    pieces: int = 24
+    """Held-out pieces of the longest length."""
+    seed: int = 0
+    out: Path = Path("out/demo")
+    """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
+
+    def run(self) -> None:
+        from lssar.commands.evaluate import held_out_documents, length_table
+        from lssar.commands.train import TrainingLine
+        from lssar.evaluation.length import evaluate_length, pieces_of
+        from lssar.plots import plot_length
+        from lssar.training import recipe, train
+        from lssar.training.loop import load_run
+
+        data = {} if self.text is None else {"data": str(self._shards(self.text))}
+        console.print(
+            f"{len(self.attention)} models of {self.size} parameters, {self.steps} steps of 2,048 bytes at length "
+            f"{self.length}; then held-out text in pieces of up to {max(self.multiples)} times that."
+        )
+        curves: list[dict[str, Any]] = []
+        for name in self.attention:
+            settings = recipe(
+                "tiny-cpu", attention=name, size=self.size, steps=self.steps, length=self.length,
+                micro_batch=max(1, 2048 // self.length), seed=self.seed, **data,
+            )  # fmt: skip
+            folder = self.out / "runs" / f"{name}-{self.size}-{self.length}-{self.steps}-seed{self.seed}"
+            with TrainingLine(self.steps, name) as line:
+                if train(settings, folder, report=line.report)["step"] < self.steps:
+                    raise KeyboardInterrupt  # what is trained is kept; the same command goes on
+            model, _, step = load_run(folder)
+            lengths = [self.length * multiple for multiple in self.multiples]
+            pieces = pieces_of(held_out_documents(folder, settings, None, max(lengths) + 1), max(lengths), self.pieces)
+            with progress() as bar:
+                task = bar.add_task(f"reading with {name}", total=len(lengths) * len(pieces))
+                curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))
+            about = {"run": folder.name, "label": name, "attention": name, "step": step}
+            curves.append({**about, "train_length": self.length, "recipe": settings.to_dict(), **curve})
+        console.print(length_table(curves))
+        for curve in curves:
+            console.print(verdict(curve), highlight=False)
+        result = {"command": command_line(), "environment": environment(), "curves": curves}
+        files = [write_json(self.out / "demo.json", result, overwrite=True)]
+        files += [plot_length(result, self.out / f"demo.{suffix}", overwrite=True) for suffix in ("png", "svg")]
+        say_where(files)
+
+    def _shards(self, text: Path) -> Path:
+        from lssar.data.prepare import Settings, prepare
+        from lssar.data.tokenizers import load_tokenizer
+
+        if not text.exists():
+            raise FileNotFoundError(f"{text} does not exist")
+        folder = self.out / "data"
+        settings = Settings(name="text", sources=[str(text)], val_share=0.1)
+        prepare(settings, load_tokenizer("bytes"), folder, workers=1, overwrite=True)
+        return folder
+
+
+def verdict(curve: dict[str, Any]) -> str:
+    """One line of what happened, from the figures."""
+    first, last = curve["by_length"][0], curve["by_length"][-1]
+    change = last["loss"] - first["loss"]
+    multiple = last["length"] // first["length"]
+    word = "rises" if change > 0.1 else "falls" if change < -0.1 else "stays"
+    return (
+        f"{curve['label']}: loss {word}: {first['loss']:.3f} at 1x, {last['loss']:.3f} at {multiple}x ({change:+.3f})"
+    )
+
+
+@dataclass
+class RowsDemo:
+    """How attention rows over synthetic keys change as their number grows 1x to 64x: a table and a picture."""
+
+    out: Path = Path("out/rows")
+    """Folder for rows.json and rows.png; earlier ones there are replaced."""
+    seed: int = 0
+
+    def run(self) -> None:
+        from lssar.evaluation.dilution import dilution
+        from lssar.plots import plot_dilution
+
+        with console.status("computing attention rows"), torch.no_grad():
+            result = dilution(seed=self.seed)
+        table = Table(
+            title="One relevant key among n: largest weight, entropy H (nats), effective number of keys exp(H)"
+        )
+        table.add_column("n")
+        for mechanism in result["mechanisms"]:
+            table.add_column(mechanism, justify="right")
+        for n in dict.fromkeys(row["n"] for row in result["rows"]):
+            cells = [row for row in result["rows"] if row["n"] == n]
+            table.add_row(str(n), *(f"{c['peak']:.3f}  H {c['entropy']:.2f}  {c['effective']:.0f} keys" for c in cells))
+        console.print(table)
+        console.print("cosine_softmax is the control: LSSA's scores (cosine, log n) under plain softmax.")
+        files = [write_json(self.out / "rows.json", result, overwrite=True)]
+        files.append(plot_dilution(result, self.out / "rows.png", overwrite=True))
+        say_where(files)

@@ -1,0 +1,184 @@
+"""`lssar eval length`, `lssar diagnose` and `lssar generate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from lssar.commands.common import check_outputs, console, progress, say_where
+from lssar.records import command_line, environment, write_json
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def held_out_documents(run: Path, recipe: Any, data: Path | None, at_least: int) -> list[Any]:
+    """Documents of at least so many tokens from the held-out shards of a run, or of another folder."""
+    from lssar.data.stream import DocumentReader
+    from lssar.training.sources import STDLIB, eot_of
+
+    folder = data or (run / "data" if recipe.data == STDLIB else Path(recipe.data))
+    shards = sorted(folder.glob("*val*.bin"))
+    if not shards:
+        raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
+    documents = list(DocumentReader(shards, eot=eot_of(recipe.vocab_size), min_tokens=at_least))
+    if not documents:
+        raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
+    return documents
+
+
+@dataclass
+class Length:
+    """Loss by length, by position, and of the last tokens against the context that they are given."""
+
+    runs: tyro.conf.Positional[list[Path]]
+    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    """Of the training length; each must divide the largest."""
+    ntk: list[Literal["off", "length"]] = field(default_factory=lambda: ["off"])
+    """Rotary base as trained, or stretched by length (NTK-aware); several make several curves."""
+    window: int | None = None
+    """Read every run through a sliding window of so many tokens."""
+    data: Path | None = None
+    pieces: int = 64
+    """At most so many pieces of the longest length."""
+    batch_tokens: int = 16_384
+    device: str = DEVICE
+    out: Path = Path("out/length")
+    """Path without suffix for the .json, .png and .svg."""
+    overwrite: bool = False
+
+    def run(self) -> None:
+        from lssar.evaluation.length import evaluate_length, pieces_of
+        from lssar.plots import plot_length
+        from lssar.training.loop import load_run
+
+        check_outputs(self.out, (".json", ".png", ".svg"), self.overwrite)
+        curves: list[dict[str, Any]] = []
+        for folder in self.runs:
+            model, recipe, step = load_run(folder, self.device)
+            lengths = [recipe.length * multiple for multiple in self.multiples]
+            documents = held_out_documents(folder, recipe, self.data, max(lengths) + 1)
+            pieces = pieces_of(documents, max(lengths), self.pieces)
+            with progress() as bar:
+                for ntk in self.ntk:
+                    task = bar.add_task(f"{folder.name} ntk {ntk}", total=len(lengths) * len(pieces))
+                    dtype = torch.bfloat16 if self.device == "cuda" and recipe.dtype == "bfloat16" else None
+                    result = evaluate_length(
+                        model, pieces, lengths, ntk, self.window, self.batch_tokens, dtype, partial(bar.advance, task)
+                    )
+                    label = recipe.attention + (", NTK" if ntk == "length" else "")
+                    kept = {"run": folder.name, "label": label, "attention": recipe.attention, "step": step}
+                    curves.append({**kept, "train_length": recipe.length, "recipe": recipe.to_dict(), **result})
+        console.print(length_table(curves))
+        result = {"command": command_line(), "environment": environment(), "curves": curves}
+        files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
+        for suffix in (".png", ".svg"):
+            files.append(plot_length(result, self.out.with_suffix(suffix), self.overwrite))
+        say_where(files)
+
+
+def length_table(curves: list[dict[str, Any]]) -> Table:
+    lengths = sorted({point["length"] for curve in curves for point in curve["by_length"]})
+    table = Table(title="held-out loss (nats a token) when read in pieces of each length; +- is 95% over pieces")
+    table.add_column("run")
+    for length in lengths:
+        table.add_column(str(length), justify="right")
+    for curve in curves:
+        cells = {p["length"]: f"{p['loss']:.3f} +-{(p['high'] - p['low']) / 2:.3f}" for p in curve["by_length"]}
+        table.add_row(curve["label"], *(cells.get(length, "-") for length in lengths))
+    return table
+
+
+@dataclass
+class Evaluate:
+    """Evaluate runs: `lssar eval length RUN...`."""
+
+    what: Annotated[Length, tyro.conf.arg(name="")]
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Length:
+        kinds = {"length": Length}
+        if not arguments or arguments[0] not in kinds:
+            raise ValueError(f"`lssar eval` wants one of: {', '.join(kinds)}")
+        return tyro.cli(kinds[arguments[0]], prog=f"lssar eval {arguments[0]}", args=arguments[1:])
+
+
+@dataclass
+class Diagnose:
+    """What attention rows look like by layer, head and length: entropy, keys that matter, sinks; as heat maps."""
+
+    folder: tyro.conf.Positional[Path]
+    """Run folder."""
+    multiples: list[int] = field(default_factory=lambda: [1, 4, 16])
+    rows: int = 16
+    documents: int = 2
+    data: Path | None = None
+    device: str = DEVICE
+    out: Path = Path("out/diagnose")
+    """Path without suffix for the .json and .png."""
+    overwrite: bool = False
+
+    def run(self) -> None:
+        from lssar.evaluation.diagnostics import diagnose
+        from lssar.evaluation.length import pieces_of
+        from lssar.plots import plot_diagnostics
+        from lssar.training.loop import load_run
+
+        check_outputs(self.out, (".json", ".png"), self.overwrite)
+        model, recipe, step = load_run(self.folder, self.device)
+        lengths = [recipe.length * multiple for multiple in self.multiples]
+        documents = held_out_documents(self.folder, recipe, self.data, max(lengths) + 1)[: self.documents]
+        ids = torch.stack([piece[:-1] for piece in pieces_of(documents, max(lengths), self.documents)]).to(self.device)
+        with console.status("reading attention rows"):
+            result = diagnose(model, ids, lengths, self.rows)
+        result |= {"run": self.folder.name, "attention": recipe.attention, "step": step}
+        result |= {"command": command_line(), "environment": environment()}
+        files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
+        files.append(plot_diagnostics(result, self.out.with_suffix(".png"), self.overwrite))
+        say_where(files)
+
+
+@dataclass
+class Generate:
+    """Continue a prompt, streamed as it comes."""
+
+    folder: tyro.conf.Positional[Path]
+    """Run folder."""
+    prompt: str = "\n"
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = 50
+    seed: int = 0
+    ntk: Literal["off", "length"] = "off"
+    tokenizer: str | None = None
+    """bytes, gpt2, or a file; by the run's vocabulary, if not given."""
+    device: str = DEVICE
+
+    def run(self) -> None:
+        from lssar.data.tokenizers import load_tokenizer
+        from lssar.training.loop import load_run
+
+        model, recipe, _ = load_run(self.folder, self.device)
+        model.ntk = self.ntk
+        tokenizer = load_tokenizer(self.tokenizer or ("bytes" if recipe.vocab_size == 257 else "gpt2"))
+        ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(self.prompt).tolist()]], device=self.device)
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        made: list[int] = []
+        shown = ""
+        sys.stdout.write(self.prompt)
+        for token in model.generate(ids, self.tokens, self.temperature, self.top_k, generator):
+            if int(token) == tokenizer.eot:
+                break
+            made.append(int(token))
+            text = tokenizer.decode(made)
+            if not text.endswith("\ufffd"):  # half a character: wait for the rest
+                sys.stdout.write(text[len(shown) :])
+                sys.stdout.flush()
+                shown = text
+        sys.stdout.write("\n")
