@@ -41,5 +41,7 @@ def test_links_lead_somewhere():
 
 
 def test_figures_come_from_the_committed_results():
-    check = subprocess.run([sys.executable, "benchmarks/report.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    check = subprocess.run(
+        [sys.executable, "benchmarks/report.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert check.returncode == 0, check.stdout + check.stderr
