@@ -98,7 +98,7 @@ class Prepare:
     def _workers(self) -> int:
         if self.workers is not None:
             return self.workers
-        files = [file for source in self.sources for file in _files(Path(source))]
+        files = [file for source in self.sources for file in _files(Path(source)) if ".u16" not in file.suffixes]
         remote = any(source.startswith("hf:") for source in self.sources)
         little = not remote and sum(file.stat().st_size for file in files) < _SMALL
         return 1 if self.tokenizer == "bytes" or little else os.cpu_count() or 1

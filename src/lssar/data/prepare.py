@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -49,7 +50,7 @@ class Settings:
     val_sources: list[str] = field(default_factory=list)
     """Sources for validation alone."""
     val_share: float = 0.0
-    """Share of the documents for validation, picked by a hash of their number; never the first."""
+    """Share of the documents for validation, evenly spaced: every hundredth for 0.01."""
     val_documents: int = 0
     """This many first documents for validation."""
     val_shard: bool = False
@@ -80,8 +81,7 @@ class Settings:
         """Where the document with this number goes (val_shard, which cuts documents, is decided later)."""
         if from_val_source or number < self.val_documents:
             return "val"
-        draw = int.from_bytes(blake2b(str(number).encode(), digest_size=8).digest(), "big") / 2**64
-        return "val" if number and draw < self.val_share else "train"
+        return "val" if int((number + 1) * self.val_share) > int(number * self.val_share) else "train"
 
 
 @dataclass
@@ -355,7 +355,7 @@ def tokenised(
     # Not fork: this process may have threads (torch, progress) whose locks a forked copy would find locked for ever.
     context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
     if hasattr(os, "fork"):
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(["__main__", __name__])
     pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,))
     try:
         for batch in _batches(documents):
@@ -396,6 +396,15 @@ def _start_worker(tokenizer: Tokenizer) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer = tokenizer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:

@@ -1,0 +1,82 @@
+"""`lssar data` as a user runs it, and the text that every machine has."""
+
+import json
+
+import numpy as np
+import pytest
+import tyro
+
+from lssar.data.command import DataCommand
+from lssar.data.shards import write_shard
+from lssar.data.synthetic import python_stdlib_text
+
+
+def data(*arguments):
+    tyro.cli(DataCommand, args=[str(argument) for argument in arguments]).run()
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(200):
+        (tmp_path / f"{number:03d}.txt").write_text(f"text number {number}")
+    data("prepare", tmp_path, "--tokenizer", "bytes", "--name", "demo")
+    return tmp_path / "data" / "demo"
+
+
+def test_prepare(prepared, capsys):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    counts = {split: part["documents"] for split, part in manifest["splits"].items()}
+    assert counts == {"train": 198, "val": 2}  # one in a hundred, by default
+    assert (prepared / "demo_train_000001.bin").exists() and (prepared / "demo_val_000000.bin").exists()
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        data("prepare", prepared.parents[1], "--tokenizer", "bytes", "--name", "demo", "--glob", "*.txt")
+
+
+def test_prepare_says_when_nothing_was_set_apart(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one document")
+    data("prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "no document was set apart" in said and "13 training and 0 validation tokens of 1 documents" in said
+
+
+def test_show(prepared, capsys):
+    data("show", prepared)
+    said = capsys.readouterr().out
+    assert "uint16, magic 20240520, version 1" in said
+    assert "'<|endoftext|>text number 0<|endoftext|>" in said
+    assert "largest id: 256" in said and "documents that begin here" in said
+    (prepared / "demo_val_000001.bin").write_bytes((prepared / "demo_val_000000.bin").read_bytes()[:-1])
+    with pytest.raises(SystemExit, match="1"):
+        data("show", prepared)
+    said = capsys.readouterr().out
+    assert "demo_val_000001.bin: truncated" in said and "demo_train_000001.bin: " in said
+
+
+def test_show_foreign_shards(tmp_path, capsys):
+    path = write_shard(tmp_path / "x.bin", np.array([256, 104, 105]), 257)
+    data("show", path)
+    assert "[256, 104, 105] (text: --tokenizer)" in capsys.readouterr().out
+    data("show", path, "--tokenizer", "bytes")
+    assert "begins: '<|endoftext|>hi'" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="name their tokenizer"):
+        data("decode", path)
+
+
+def test_decode(prepared, tmp_path, capsys):
+    capsys.readouterr()
+    data("decode", prepared, "--max-documents", "2")
+    assert capsys.readouterr().out == "text number 0\ntext number 1\n"
+    data("decode", prepared, "--out", tmp_path / "back.jsonl")
+    lines = [json.loads(line)["text"] for line in (tmp_path / "back.jsonl").read_text().splitlines()]
+    assert sorted(lines) == sorted(f"text number {number}" for number in range(200))
+
+
+def test_stdlib():
+    first = list(python_stdlib_text(1_000_000))
+    assert list(python_stdlib_text(1_000_000)) == first
+    assert 990_000 < sum(len(text.encode()) for _, text in first) <= 1_000_000
+    assert {split for split, _ in first} == {"train", "val"}
+    assert all(text.endswith("\n") for _, text in first[-1:])
+    longer = list(python_stdlib_text(1_100_000))
+    assert longer[: len(first) - 1] == first[:-1]  # the last was cut
