@@ -134,8 +134,8 @@ def _run(
         batch=B, key_heads=Hkv, group=Hq // Hkv, queries=Lq, keys=Lk, head_size=D, value_size=Dv,
         start=start.data_ptr(), start_batch_stride=start.stride(0), start_query_stride=start.stride(1),
         stop=stop.data_ptr(), stop_batch_stride=stop.stride(0), stop_query_stride=stop.stride(1),
-        activation=_ACTIVATIONS[spec.activation], cosine=spec.cosine, log_n=spec.log_n, normalize=normalize and spec.cosine,
-        scale=math.log(D) if spec.scale == "log_d" else 1 / math.sqrt(D),
+        activation=_ACTIVATIONS[spec.activation], cosine=spec.cosine, log_n=spec.log_n,
+        normalize=normalize and spec.cosine, scale=math.log(D) if spec.scale == "log_d" else 1 / math.sqrt(D),
         reweighted=spec.p is not None, p=spec.p or 0.0, threads=torch.get_num_threads(), parallel=_parallel,
         **{name: x.data_ptr() for name, x in tensors.items()},
     )  # fmt: skip
