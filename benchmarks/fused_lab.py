@@ -4,8 +4,8 @@
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
 
-A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked against
-a float64 reference before it is timed; a wrong one prints its error and no time.
+A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked
+against a float64 reference before it is timed; a wrong one prints its error and no time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,13 @@ def precompile(jobs, workers=14):
     print("compiled:", " ".join(done), flush=True)
 
 
+def peak(f):
+    f()
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    return torch.cuda.max_memory_allocated()
+
+
 def bench(f, ms=60):
     from triton.testing import do_bench
 
@@ -151,11 +159,13 @@ def sweep(jobs):
     precompile(sorted({(kernel, shape[0], t) for kernel, shape, tile_list in parsed for t in tile_list}))
     from lssar.ops.fused import op
 
+    best = {}
     for kernel, (d, heads, length), tile_list in parsed:
         q, k, v, do = inputs(d, heads, length)
         softmax_forward, softmax_both = softmax_times(q, k, v, do)
         print(
-            f"\n{kernel} d {d} heads {heads} length {length}: cuDNN forward {softmax_forward:.3f} both {softmax_both:.3f}"
+            f"\n{kernel} d {d} heads {heads} length {length}: "
+            f"cuDNN forward {softmax_forward:.3f} both {softmax_both:.3f}"
         )
         results = []
         for text in tile_list:
@@ -177,12 +187,19 @@ def sweep(jobs):
             base = softmax_forward if kernel == "forward" else softmax_both - softmax_forward
             results.append((ms, f"  {text or 'table':24s} {ms:.3f} ms  {ms / base:.2f}x of cuDNN's part"))
         print("\n".join(line for _, line in sorted(results)), flush=True)
+        if results:
+            best[(kernel, max(64, 1 << (d - 1).bit_length()), 2)] = parse_tile(min(results)[1].split()[0])
+    return best
 
 
-def ratios(shapes=("64x64x16384", "128x32x16384", "64x16x8192", "128x16x8192", "64x64x8192", "128x32x8192")):
+SHAPES = ("64x64x16384", "128x32x16384", "64x16x8192", "128x16x8192", "64x64x8192", "128x32x8192")
+
+
+def ratios(shapes=SHAPES, chosen=None):
+    """Forward, and forward with backward, against cuDNN softmax; peak memory of the latter."""
     from lssar.ops.fused import fused_attention
 
-    choose(None, 0, "")
+    choose(None, 0, "").CHOSEN.update(chosen or {})
     for shape in shapes:
         d, heads, length = (int(x) for x in shape.split("x"))
         q, k, v, do = inputs(d, heads, length)
@@ -196,9 +213,17 @@ def ratios(shapes=("64x64x16384", "128x32x16384", "64x16x8192", "128x16x8192", "
 
         forward = bench(lambda: fused_attention(q, k, v, p=15.0, causal=True))  # noqa: B023
         total = bench(both)
+
+        def softmax(x=x, do=do):
+            for t in x:
+                t.grad = None
+            F.scaled_dot_product_attention(*x, is_causal=True).backward(do)
+
+        memory = peak(both), peak(softmax)
         print(
             f"{shape}: forward {forward:.3f} / {softmax_forward:.3f} = {forward / softmax_forward:.2f}x   "
-            f"both {total:.3f} / {softmax_both:.3f} = {total / softmax_both:.2f}x",
+            f"both {total:.3f} / {softmax_both:.3f} = {total / softmax_both:.2f}x   "
+            f"memory {memory[0] / memory[1]:.2f}x",
             flush=True,
         )
 
@@ -231,14 +256,16 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             dense_o = (w / w.sum(-1, keepdim=True)) @ v[0, 0].double()
             wrong = error(exact[0, :group, 0], dense_o), error(got[0, :group, 0], dense_o)
             share = ((w > 2**-10 / length).any(0)).double().mean().item()
-            mine = do_bench_cudagraph(lambda: fused_decode(q, k, v, p=15.0), rep=40, return_mode="median")  # noqa: B023
-            all_v = do_bench_cudagraph(lambda: fused_decode(q, k, v, p=15.0, tolerance=0.0), rep=40, return_mode="median")  # noqa: B023, E501
+            mine, all_v = (
+                do_bench_cudagraph(partial(fused_decode, q, k, v, p=15.0, tolerance=t), rep=40, return_mode="median")
+                for t in (2**-10, 0.0)
+            )
             softmax = {}
             for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
                 try:
                     with sdpa_kernel(backend):
                         softmax[backend.name[:5]] = do_bench_cudagraph(
-                            lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1),  # noqa: B023
+                            partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=group > 1),
                             rep=40, return_mode="median",
                         )  # fmt: skip
                 except RuntimeError:
@@ -246,11 +273,43 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             best = min(softmax.values())
             floor = (k.nbytes + v.nbytes) / 4.3e9
             print(
-                f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: {mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f})"
-                f" / {best * 1e3:.1f} = {mine / best:.2f}x  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
+                f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: "
+                f"{mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f}) / {best * 1e3:.1f} = {mine / best:.2f}x"
+                f"  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
                 f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  {({n: round(t * 1e3, 1) for n, t in softmax.items()})}",
                 flush=True,
             )
+
+
+def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 16, 16, 64, 32768))):
+    """Block, warps, stages and programs a multiprocessor of the decode kernels."""
+    from triton.testing import do_bench_cudagraph
+
+    from lssar.ops.fused import decode as module
+
+    for batch, heads, kv_heads, d, length in shapes:
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        times = []
+        settings = ((64, 4, 3), (64, 2, 3), (64, 1, 3), (32, 1, 4), (128, 4, 2), (128, 2, 2), (16, 1, 4))
+        for block, warps, stages in settings:
+            for programs in (8, 16, 32):
+                splits = max(1, programs * 132 // (batch * kv_heads))
+                run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, block, splits, warps, stages)
+                times.append((do_bench_cudagraph(run, rep=20, return_mode="median"), block, warps, stages, programs))
+        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: ms, block, warps, stages, programs")
+        print("\n".join(str(t) for t in sorted(times)[:8]), flush=True)
+        profile_once(partial(module.decode, q, k, v, 15.0, None, None, 2**-10))
+
+
+def profile_once(run):
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    for event in seen.events():
+        print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
 def check():
@@ -266,6 +325,8 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "check":
         check()
+    elif command == "decode_sweep":
+        decode_sweep()
     elif command == "decode":
         decode()
     elif command == "ratios":
@@ -278,4 +339,6 @@ if __name__ == "__main__":
                 current = []
             else:
                 current.append(word)
-        sweep(jobs)
+        best = sweep(jobs)
+        if command == "sweep_ratios":
+            ratios(chosen=best)

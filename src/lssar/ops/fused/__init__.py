@@ -33,7 +33,7 @@ def why_not(
     ):
         return f"the fused kernels compute LSSA and LSSAR only; {spec.name!r} needs impl='tiled'"
     if mask is not None:
-        return "the fused kernels take no mask; give padding as key_lengths, packed documents as cu_seqlens, or impl='tiled'"
+        return "the fused kernels take no mask; give padding as key_lengths, packs as cu_seqlens, or use impl='tiled'"
     if return_weights:
         return "the fused kernels never hold the weights; return_weights=True needs impl='reference' or impl='tiled'"
     if importlib.util.find_spec("triton") is None:
@@ -44,7 +44,7 @@ def why_not(
         return f"the fused kernels take bfloat16, float16 or float32, one for all; got {q.dtype}, {k.dtype}, {v.dtype}"
     d = q.shape[-1]
     if not HEAD_SIZES[0] <= d <= HEAD_SIZES[1] or v.shape[-1] != d:
-        return f"the fused kernels take equal head sizes from {HEAD_SIZES[0]} to {HEAD_SIZES[1]}; got q {d}, v {v.shape[-1]}"
+        return f"the fused kernels take one head size, {HEAD_SIZES[0]} to {HEAD_SIZES[1]}; got q {d}, v {v.shape[-1]}"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "the fused kernels need a contiguous last dimension; call .contiguous() on the input that has none"
     if max(q.shape[2], k.shape[2]) > LONGEST:
@@ -56,7 +56,7 @@ def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, *, p: float | None, causal: bool, cu_seqlens: Tensor | None = None,
     key_lengths: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """LSSA (p None) or LSSAR (p >= 1). q (B, Hq, Lq, D), k, v (B, Hkv, Lk, D), last dimension contiguous. Differentiable.
+    """LSSA (p None) or LSSAR (p >= 1), differentiable. q (B, Hq, Lq, D), k, v (B, Hkv, Lk, D), last stride 1.
 
     Masks as `lssar.attention` documents them. The result has the layout of q in memory.
     """

@@ -197,7 +197,7 @@ def _key_sums(
             weight = two_a * slope[:, None]
         if masked:  # a flat row would give hidden keys weight too
             weight = tl.where(x > HIDDEN, weight, 0.0)
-        weight = weight.to(do.dtype)
+        dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
         dp = dot(do, v_t, PRECISION=DOT)  # [M, N], as late as can be: registers
         ds = (dp - delta[:, None]) * factor[:, None]
         if REWEIGHT:
@@ -205,7 +205,6 @@ def _key_sums(
         ds = ds * sigma
         if q.dtype == tl.float16:
             ds = saturate(ds, tl.float16)
-        dv = dot(tl.trans(weight), do, dv, PRECISION=DOT)
         dk = dot(tl.trans(ds.to(q.dtype)), q, dk, PRECISION=DOT)
     return dk, dv
 
@@ -219,15 +218,19 @@ def key_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr, GROUP: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q: unit_q, or the bfloat16 queries that query_gradient_kernel left. dk and dv of a block of keys, summed over the query heads that share them."""
+    """dk and dv of a block of keys, summed over the query heads that share them.
+
+    q: unit_q, or, with EXACT_QUERIES, the bfloat16 queries that query_gradient_kernel left in its place.
+    """
     blocks = tl.cdiv(Lk, BLOCK_N)
     program = tl.program_id(0)
     head_kv = program // blocks
     first_key = program % blocks * BLOCK_N  # under a causal mask the first keys have the most rows
     b, h_kv = head_kv // Hkv, head_kv % Hkv
+    group = Hq // Hkv
     b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)
     k_ptr += head_kv.to(tl.int64) * Lk * D
     v_ptr += b64 * v_stride_b + h64 * v_stride_h
@@ -256,8 +259,8 @@ def key_gradient_kernel(
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(GROUP):  # a loop of one is no loop: wgmma stays asynchronous
-        h = h_kv * GROUP + member
+    for member in range(group):  # not a constant: with one loop fewer ptxas serialises the products (C7515)
+        h = h_kv * group + member
         head = (b * Hq + h).to(tl.int64)
         h = h.to(tl.int64)
         q_head = tile_source(q_ptr + head * Lq * D, Lq, D, D, BLOCK_M, BLOCK_D, TMA)
@@ -271,5 +274,6 @@ def key_gradient_kernel(
             D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, EXACT_QUERIES, TMA, STAGES,
         )  # fmt: skip
     raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
-    store_tile(dk_ptr, unit_rows_backward(dk, raw_k.to(tl.float32)), first_key, Lk, dk_stride_l, offsets, columns, D)
+    dk = unit_rows_backward(dk, raw_k.to(tl.float32))
+    store_tile(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
     store_tile(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)

@@ -2,7 +2,8 @@
 
 Three kernels: `score_kernel` reads K once and leaves scores and each split's sum and maximum; `value_kernel` knows the
 rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
-The query heads of a key head, times the rows, are the M of every tile.
+The query heads of a key head, times the rows, are the R rows of a program. The tensor cores want M >= 16 rows: there
+each row is repeated M / R times, while everything outside them is done once.
 """
 
 from __future__ import annotations
@@ -46,9 +47,64 @@ def _key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr,
 
 
 @triton.jit
-def _visible(rows, length, Lq, LQ_ROWS: tl.constexpr):
+def _visible(rows, length, Lq: tl.constexpr):
     """Keys that row (member, query) of a group sees: the queries are the last Lq positions."""
-    return tl.maximum(length - (Lq - 1 - rows % LQ_ROWS), 0)
+    return tl.maximum(length - (Lq - 1 - rows % Lq), 0)
+
+
+@triton.jit
+def _repeat_rows(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [M, N], each row M / R times."""
+    if R == M:
+        return x
+    else:
+        return tl.reshape(tl.broadcast_to(x[:, None, :], [R, M // R, N]), [M, N])
+
+
+@triton.jit
+def _drop_repeats(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The inverse of _repeat_rows."""
+    if R == M:
+        return x
+    else:
+        return tl.max(tl.reshape(x, [R, M // R, N]), 1)
+
+
+@triton.jit
+def _score_keys(
+    q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+    k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
+    D: tl.constexpr, PAGE: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, ROBUST: tl.constexpr,
+    R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scores of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
+
+    Sums stay spread over the N slots of a tile until the end: a reduction in the loop would need a barrier.
+    """
+    offsets = tl.arange(0, N)
+    total = tl.zeros([R, N], tl.float32)
+    largest = tl.full([R, N], HIDDEN, tl.float32)
+    extreme = tl.zeros([N], tl.int32)
+    for start in tl.range(lo, stop, N, num_stages=STAGES):
+        keys = start + offsets
+        k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
+        k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
+        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
+        k_float = k.to(tl.float32)
+        if ROBUST:
+            key_scale = inverse_norms(k_float)  # [N]
+        else:
+            square = tl.sum(k_float * k_float, 1)  # [N]
+            key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
+            extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop))).to(tl.int32)
+        x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None]  # [M, N]
+        x = _drop_repeats(x, R, M, N) * key_scale[None, :]  # [R, N]
+        x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
+        x_mask = row_inside[:, None] & (keys < stop)[None, :]
+        tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=x_mask)
+        total += x + tl.abs(x) + 2.0 * log2_1p(ex2_neg_abs(x), PRECISE)
+        largest = tl.maximum(largest, x)
+    return tl.sum(total, 1), tl.max(largest, 1), tl.max(extreme)
 
 
 @triton.jit(do_not_specialize=["Lk", "split_length", "splits"])
@@ -58,50 +114,42 @@ def score_kernel(
     Hkv, Lk, split_length, splits,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
     length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
-    rows = tl.arange(0, BLOCK_M)
-    row_inside = rows < GROUP * Lq
     columns = tl.arange(0, BLOCK_D)
-    offsets = tl.arange(0, BLOCK_N)
-    n = _visible(rows, length, Lq, Lq)  # [M]
-    q_at = b.to(tl.int64) * q_stride_b + (h_kv * GROUP + rows // Lq).to(tl.int64) * q_stride_h + rows % Lq * q_stride_l
-    q_mask = row_inside[:, None] & (columns < D)[None, :]
+    tile_rows = tl.arange(0, BLOCK_M) // (BLOCK_M // BLOCK_R)  # [M], which of the R rows
+    q_head = (h_kv * GROUP + tile_rows // Lq).to(tl.int64)
+    q_at = b.to(tl.int64) * q_stride_b + q_head * q_stride_h + tile_rows % Lq * q_stride_l
+    q_mask = (tile_rows < GROUP * Lq)[:, None] & (columns < D)[None, :]
     q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [M, D]
-    q_float, to_unit = exact_unit_rows(q_raw.to(tl.float32))
-    q = q_float.to(q_raw.dtype) if q_raw.dtype != tl.float16 else (q_float * to_unit[:, None]).to(tl.float16)
-    row_scale = score_scale(n.to(tl.float32), LOG_D)
-    if q_raw.dtype != tl.float16:
-        row_scale *= to_unit
-    row_at = head.to(tl.int64) * BLOCK_M + rows
+    q, row_scale = exact_unit_rows(q_raw.to(tl.float32))
+    if q_raw.dtype == tl.float16:  # unit vectors fit fp16 better than powers of two
+        q = q * row_scale[:, None]
+        row_scale = tl.where(row_scale > 0, 1.0, 0.0)
+    q = q.to(q_raw.dtype)
+    row_scale *= score_scale(_visible(tile_rows, length, Lq).to(tl.float32), LOG_D)
+    rows = tl.arange(0, BLOCK_R)
+    row_inside = rows < GROUP * Lq
+    n = _visible(rows, length, Lq)  # [R]
+    row_at = head.to(tl.int64) * BLOCK_R + rows
 
-    total = tl.zeros([BLOCK_M], tl.float32)
-    lost = tl.zeros([BLOCK_M], tl.float32)
-    largest = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    stop = tl.minimum((split + 1) * split_length, length)
-    for start in tl.range(split * split_length, stop, BLOCK_N, num_stages=STAGES):
-        keys = start + offsets
-        k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
-        k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
-        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
-        k_float = k.to(tl.float32)
-        square = tl.sum(k_float * k_float, 1)  # [N]
-        key_scale = tl.where(square > 0, 1.0 / tl.sqrt(tl.where(square > 0, square, 1.0)), 0.0)
-        if (tl.max(square) > 1e37) | (tl.min(tl.where(keys < stop, square, 1.0)) < 1e-35):  # norms near the ends
-            key_scale = inverse_norms(k_float)
-        x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None] * key_scale[None, :]  # [M, N]
-        x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
-        tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=row_inside[:, None] & (keys < stop)[None, :])
-        t = ex2_neg_abs(x)
-        part = tl.sum(x + tl.abs(x) + 2.0 * log2_1p(t, LOG_DEGREE == 0), 1) - lost
-        new_total = total + part
-        lost = (new_total - total) - part
-        total = new_total
-        largest = tl.maximum(largest, tl.max(x, 1))
-    tl.store(sum_ptr + row_at * splits + split, total - lost, mask=row_inside)
+    lo = split * split_length
+    stop = tl.minimum(lo + split_length, length)
+    total, largest, extreme = _score_keys(
+        q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+        k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
+        D, PAGE, LOG_DEGREE == 0, DOT, False, BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
+    )  # fmt: skip
+    if extreme != 0:
+        total, largest, extreme = _score_keys(
+            q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+            k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
+            D, PAGE, LOG_DEGREE == 0, DOT, True, BLOCK_R, BLOCK_M, BLOCK_N, 1,
+        )  # fmt: skip
+    tl.store(sum_ptr + row_at * splits + split, total, mask=row_inside)
     tl.store(max_ptr + row_at * splits + split, largest, mask=row_inside)
 
 
@@ -112,24 +160,25 @@ def value_kernel(
     GROUP: tl.constexpr, Lq: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)
     b, h_kv = head // Hkv, head % Hkv
     length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
-    rows = tl.arange(0, BLOCK_M)
+    rows = tl.arange(0, BLOCK_R)
     row_inside = rows < GROUP * Lq
     columns = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
-    n = _visible(rows, length, Lq, Lq)  # [M]
+    n = _visible(rows, length, Lq)  # [R]
     n_float = n.to(tl.float32)
-    row_at = head.to(tl.int64) * BLOCK_M + rows
+    row_at = head.to(tl.int64) * BLOCK_R + rows
 
     if REWEIGHT:
         every = tl.arange(0, BLOCK_SPLITS)
         part_at = row_at[:, None] * splits + every[None, :]
         part_mask = row_inside[:, None] & (every < splits)[None, :]
-        total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [M]
+        total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [R]
         x_max = tl.max(tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN), 1)
         two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n_float, 1.0), 0.0)
         two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
@@ -144,12 +193,12 @@ def value_kernel(
         matters = tolerance / tl.maximum(n_float, 1.0)
 
     o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    z = tl.zeros([BLOCK_M], tl.float32)
+    z = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     stop = tl.minimum((split + 1) * split_length, length)
-    for start in range(split * split_length, stop, BLOCK_N):
+    for start in tl.range(split * split_length, stop, BLOCK_N, num_stages=STAGES):
         keys = start + offsets
         x_mask = row_inside[:, None] & (keys < stop)[None, :]
-        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [M, N]
+        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [R, N]
         weight = softplus2(x, LOG_DEGREE)
         if REWEIGHT:
             weight = power(tl.minimum(tl.maximum(weight * slope[:, None] + intercept[:, None], 0.0), 1.0), P)
@@ -157,21 +206,21 @@ def value_kernel(
             needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
         else:
             needed = keys < stop
-        z += tl.sum(weight, 1)
-        if tl.max(needed.to(tl.int32)) > 0:
-            at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
-            v_mask = (needed & (keys < stop))[:, None] & (columns < D)[None, :]
-            v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=v_mask, other=0.0)  # [N, D]
-            o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
+        z += weight
+        at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
+        v_mask = (needed & (keys < stop))[:, None] & (columns < D)[None, :]
+        v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=v_mask, other=0.0)  # [N, D]
+        o = dot(_repeat_rows(weight.to(v.dtype), BLOCK_R, BLOCK_M, BLOCK_N), v, o, PRECISION=DOT)
+    o = _drop_repeats(o, BLOCK_R, BLOCK_M, BLOCK_D)  # [R, D]
     out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
     tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
-    tl.store(z_ptr + row_at * splits + split, z, mask=row_inside)
+    tl.store(z_ptr + row_at * splits + split, tl.sum(z, 1), mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     o_part_ptr, z_part_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_l, Hkv, splits,
-    GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the splits' sums, divided by the row's weight."""
@@ -179,7 +228,7 @@ def combine_kernel(
     b, h = head // Hkv, head % Hkv * GROUP + row // Lq
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.arange(0, BLOCK_D)
-    part_at = (head * BLOCK_M + row).to(tl.int64) * splits + every
+    part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
@@ -190,7 +239,7 @@ def combine_kernel(
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
-    tolerance: float, block: int = 64, splits: int | None = None,
+    tolerance: float, block: int = 64, splits: int | None = None, warps: int = 4, stages: int = 3,
 ) -> Tensor:  # fmt: skip
     """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
     B, Hq, Lq, D = q.shape
@@ -204,7 +253,7 @@ def decode(
         order = (0, 2, 1)
         table, table_stride = block_table, block_table.stride(0)
     group = Hq // Hkv
-    block_m = max(16, triton.next_power_of_2(group * Lq))
+    block_r = triton.next_power_of_2(group * Lq)
     block_d = max(16, triton.next_power_of_2(D))
     if splits is None:
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
@@ -214,7 +263,7 @@ def decode(
     k_strides = [k_cache.stride(i) for i in order]
     v_strides = [v_cache.stride(i) for i in order]
 
-    rows = B * Hkv * block_m
+    rows = B * Hkv * block_r
     x_stride = triton.cdiv(Lk, 16) * 16
     scores = q.new_empty((rows, x_stride), dtype=torch.float32)
     parts = q.new_empty((3, rows, splits), dtype=torch.float32)
@@ -226,23 +275,23 @@ def decode(
     common = {
         "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
         "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
-        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_M": block_m,
+        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_R": block_r, "BLOCK_M": max(16, block_r),
     }  # fmt: skip
     lengths_or_any = q if lengths is None else lengths
     grid = (B * Hkv, splits)
     score_kernel[grid](
         q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits, BLOCK_N=block, STAGES=3, num_warps=4, **common,
+        x_stride, Hkv, Lk, split_length, splits, BLOCK_N=block, STAGES=stages, num_warps=warps, **common,
     )  # fmt: skip
     value_kernel[grid](
-        scores, v_cache, parts[0], parts[1], o_parts, parts[2], lengths_or_any, table, *v_strides, table_stride, x_stride,
-        Hkv, Lk, split_length, splits, float(tolerance),
+        scores, v_cache, parts[0], parts[1], o_parts, parts[2], lengths_or_any, table, *v_strides, table_stride,
+        x_stride, Hkv, Lk, split_length, splits, float(tolerance),
         P=int(exponent) if exponent.is_integer() else exponent, REWEIGHT=p is not None,
-        BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits), num_warps=4, **common,
+        BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits), STAGES=stages, num_warps=warps, **common,
     )  # fmt: skip
     combine_kernel[(B * Hkv, group * Lq)](
         o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
-        GROUP=group, Lq=Lq, D=D, BLOCK_D=block_d, BLOCK_M=block_m, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        GROUP=group, Lq=Lq, D=D, BLOCK_D=block_d, BLOCK_R=block_r, BLOCK_SPLITS=triton.next_power_of_2(splits),
         num_warps=4,
     )  # fmt: skip
     return o

@@ -132,8 +132,8 @@ def _backward(
     def run_keys(tile, tile_constants):
         key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
-            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *shared,
-            GROUP=call.Hq // call.Hkv, **constants, **tile_constants,
+            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+            *shared, **constants, **tile_constants,
         )  # fmt: skip
 
     launch("query_gradient", call.D, call.itemsize, tma_aligned(unit_k, v), run_queries)

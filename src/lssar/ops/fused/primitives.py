@@ -130,11 +130,6 @@ def _compound(u, v):
 
 
 @triton.jit
-def _maximum(u, v):
-    return tl.maximum(u, v)
-
-
-@triton.jit
 def _lanes(x, M: tl.constexpr, N: tl.constexpr):
     """[M, N] as [M, N / 8, 4, 2]: axes 1 and 3 lie within a thread of a tensor-core accumulator, axis 2 across four."""
     return tl.reshape(x, [M, N // 8, 4, 2])
@@ -206,17 +201,6 @@ def visible_rows(
 
 
 @triton.jit
-def full_tiles(start, stop, full_start, full_stop, BLOCK: tl.constexpr):
-    """Tile-aligned [lo, hi) covering [start, stop), and [a, b) of it whose tiles lie in [full_start, full_stop)."""
-    lo = start // BLOCK * BLOCK
-    hi = tl.cdiv(stop, BLOCK) * BLOCK
-    hi = tl.where(stop > start, hi, lo)
-    a = tl.minimum(tl.maximum(tl.cdiv(full_start, BLOCK) * BLOCK, lo), hi)
-    b = tl.maximum(tl.minimum(full_stop // BLOCK * BLOCK, hi), a)
-    return lo, a, b, hi
-
-
-@triton.jit
 def score_scale(n, LOG_D: tl.constexpr):
     """c_i * log2(e), c_i = log(d) * log(n_i): n is a float tensor of visible keys."""
     return LOG_D * tl.log2(tl.maximum(n, 1.0))
@@ -247,7 +231,8 @@ def load_tile(
 def tile_source(ptr, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
     """What read_tile takes: a descriptor for the tensor memory accelerator, or the pointer itself."""
     if TMA:
-        return tl.make_tensor_descriptor(ptr, [tl.maximum(length, 1), D], [tl.cast(stride, tl.int64), 1], [ROWS, BLOCK_D])
+        shape = [tl.maximum(length, 1), D]
+        return tl.make_tensor_descriptor(ptr, shape, [tl.cast(stride, tl.int64), 1], [ROWS, BLOCK_D])
     else:
         return ptr
 

@@ -1,0 +1,236 @@
+"""The fused kernels against the float64 reference: in Triton's interpreter at small shapes, on a GPU in full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lssar
+from lssar.ops.fused import fused_attention, fused_decode, why_not
+from lssar.ops.reference import reference_attention
+from lssar.visibility import visibility
+from tests.helpers import eager, with_gradients
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def spec_of(p):
+    return lssar.spec("lssa") if p is None else lssar.spec("lssar", p=p)
+
+
+def tensors(B=1, Hq=2, Hkv=1, Lq=70, Lk=None, D=32, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, Hq, Lq, D), (B, Hkv, Lk or Lq, D), (B, Hkv, Lk or Lq, D), (B, Hq, Lq, D)
+    return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
+
+
+def compare(q, k, v, do, p, causal=True, note="", **view):
+    """Fused within twice the error of the same formula in the inputs' dtype, both against float64 (root mean square).
+
+    In float32 both are a handful of roundings off, and which is closer is luck at these sizes: four times there.
+    """
+    times = 4 if q.dtype == torch.float32 else 2
+    got = with_gradients(lambda *x: fused_attention(*x, p=p, causal=causal, **view), (q, k, v), do)
+    see = {"causal": causal, **view}
+    same = with_gradients(lambda *x: eager(*x, spec_of(p), q.dtype, **see), (q, k, v), do)
+    inputs = tuple(x.double() for x in (q, k, v))
+    exact = with_gradients(lambda *x: eager(*x, spec_of(p), torch.float64, **see), inputs, do.double())
+    size = lambda x: x.double().square().mean().sqrt().item()  # noqa: E731
+    for name, x, e, r in zip(("o", "dq", "dk", "dv"), got, same, exact):
+        assert x.isfinite().all(), f"{note}: {name} is not finite"
+        allowed = times * size((e - r).nan_to_num(torch.inf)) + 8 * torch.finfo(q.dtype).eps * max(size(r), size(do))
+        assert size(x - r) <= allowed, f"{note}: {name} is off by {size(x - r):.3g}, allowed {allowed:.3g}"
+    return got
+
+
+VIEWS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 20},
+    "full window": {"causal": False, "window": 20},
+    "pack": {"cu_seqlens": torch.tensor([0, 3, 40, 41, 70])},
+    "full pack": {"causal": False, "cu_seqlens": torch.tensor([0, 3, 40, 41, 70])},
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_rows_see(view):
+    options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in VIEWS[view].items()}
+    compare(*tensors(), p=15, note=view, **options)
+
+
+@pytest.mark.parametrize("p", [None, 1, 1.5, 3, 15, 64])
+def test_powers(p):
+    compare(*tensors(Lq=50), p=p)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
+def test_half_types(dtype):
+    compare(*tensors(D=64, dtype=dtype), p=15)
+
+
+@pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (4, 4), (33, 70), (70, 40), (1, 37)])
+def test_lengths(Lq, Lk):
+    compare(*tensors(Lq=Lq, Lk=Lk), p=15, note=f"{Lq}, {Lk}")
+
+
+@pytest.mark.parametrize("D", [16, 18, 20, 100])
+def test_head_sizes(D):
+    compare(*tensors(Lq=37, D=D), p=15)
+
+
+def test_padding_may_hold_anything():
+    q, k, v, do = tensors(B=2)
+    lengths = torch.tensor([40, 0], device=DEVICE)
+    clean = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True, key_lengths=lengths), (q, k, v), do)
+    for b, n in enumerate((40, 0)):
+        k[b, :, n:], v[b, :, n:] = torch.nan, torch.inf
+    dirty = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True, key_lengths=lengths), (q, k, v), do)
+    for a, b in zip(clean, dirty):
+        assert torch.equal(a, b)
+    assert not clean[0][1].any() and not clean[2][1].any() and not clean[3][1].any()
+
+
+def test_groups_and_strides():
+    """Heads shared by groups; q, k, v as slices of one tensor laid out (B, L, heads, D), and no copy of the layout."""
+    packed = torch.randn(2, 37, 8, 32, device=DEVICE)
+    q, k, v = packed[:, :, :4].transpose(1, 2), packed[:, :, 4:6].transpose(1, 2), packed[:, :, 6:].transpose(1, 2)
+    do = torch.randn(2, 37, 4, 32, device=DEVICE).transpose(1, 2)
+    compare(q, k, v, do, p=15)
+    assert fused_attention(q, k, v, p=15, causal=True).transpose(1, 2).is_contiguous()
+
+
+def test_adversarial_rows():
+    q, k, v, do = tensors(Lq=40)
+    cases = {
+        "equal keys": (q, k[:, :, :1].expand_as(k).contiguous()),
+        "anti-aligned": (q, -q[:, :1, -1:].expand_as(k) + 0.01 * k),
+        "needle": (q, torch.cat([-q[:, :1, -1:].expand(-1, -1, 39, -1), q[:, :1, -1:]], 2)),
+        "tiny and huge": (q * 1e-18, k * 1e18),
+        "zero query": (q.clone().index_fill_(2, torch.tensor([7, 30], device=DEVICE), 0), k),
+    }
+    for note, (a, b) in cases.items():
+        got = compare(a, b, v, do, p=15, note=note)
+        assert all(x.isfinite().all() for x in got), note
+
+
+@pytest.mark.parametrize("exponent", [-30, 30])
+def test_norms_to_the_ends_of_bfloat16(exponent):
+    """The output does not depend on norms, and the gradient scales with their reciprocal."""
+    q, k, v, do = tensors(Lq=20, dtype=torch.bfloat16)
+    scale = 2.0 ** (exponent * 3)
+    base = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
+    far = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q * scale, k / scale, v), do)
+    for a, b, factor in zip(base, far, (1, scale, 1 / scale, 1)):
+        torch.testing.assert_close(b.float() * factor, a.float(), rtol=2e-2, atol=2e-2 * a.abs().max().item())
+
+
+def test_second_derivative_is_refused():
+    q, k, v, _ = tensors(Lq=5)
+    q.requires_grad_()
+    (grad,) = torch.autograd.grad(fused_attention(q, k, v, p=15, causal=True).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_why_not():
+    q, k, v, _ = tensors(Lq=5)
+    lssar_spec = lssar.spec("lssar")
+    if not CUDA:
+        assert why_not(q, k, v, lssar_spec) is None  # the interpreter counts
+    assert "impl='tiled'" in why_not(q, k, v, lssar.spec("softmax"))
+    assert "mask" in why_not(q, k, v, lssar_spec, mask=torch.ones(5, 5, dtype=torch.bool))
+    assert "return_weights" in why_not(q, k, v, lssar_spec, return_weights=True)
+    assert "float64" in why_not(q.double(), k.double(), v.double(), lssar_spec)
+    assert "16 to 256" in why_not(q[..., :8], k[..., :8], v[..., :8], lssar_spec)
+    assert "contiguous" in why_not(q.mT.contiguous().mT, k, v, lssar_spec)
+
+
+def paged(x, table, page):
+    """(B, H, L, D) scattered into pages (blocks, page, H, D), with NaN where no key is."""
+    B, H, _, D = x.shape
+    cache = x.new_full((table.numel(), page, H, D), torch.nan)
+    for b in range(B):
+        for i, block in enumerate(table[b].tolist()):
+            rows = x[b, :, i * page : (i + 1) * page].transpose(0, 1)
+            cache[block, : rows.shape[0]] = rows
+    return cache
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize(("p", "rows"), [(15, 1), (None, 3), (1.5, 2)])
+def test_decode(page, p, rows):
+    q, k, v, _ = tensors(B=2, Hq=4, Hkv=2, Lq=rows, Lk=90, D=20)
+    lengths = torch.tensor([77, 3], device=DEVICE)
+    table, cache = None, (k, v)
+    if page:
+        table = torch.randperm(12, device=DEVICE).view(2, 6).int()
+        cache = paged(k, table, page), paged(v, table, page)
+    o = fused_decode(q, *cache, p=p, lengths=lengths, block_table=table, tolerance=0.0)
+    for b, n in enumerate((77, 3)):
+        see = visibility(rows, n, q.device, causal=True).dense(n)
+        inputs = (x[b : b + 1].double() for x in (q, k[:, :, :n], v[:, :, :n]))
+        exact = reference_attention(*inputs, see, spec_of(p))[0]
+        torch.testing.assert_close(o[b : b + 1].double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_decode_tolerance_bounds_the_error():
+    q, k, v, _ = tensors(Lq=1, Lk=150)
+    exact = fused_decode(q, k, v, p=15, tolerance=0.0)
+    for tolerance in (2.0**-10, 0.5):
+        off = (fused_decode(q, k, v, p=15, tolerance=tolerance) - exact).abs().max()
+        assert off <= tolerance * v.abs().max()
+
+
+def test_decode_of_extreme_norms():
+    q, k, v, _ = tensors(Lq=1, Lk=70, dtype=torch.bfloat16)
+    near = fused_decode(q, k, v, p=15)
+    far = fused_decode(q * 2.0**90, k * 2.0**-90, v, p=15)
+    torch.testing.assert_close(near, far)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
+@pytest.mark.parametrize("D", [16, 64, 80, 96, 100, 128, 256])
+def test_gpu_grid(dtype, D):
+    for L in (1, 2, 3, 4, 63, 111, 509):
+        for p in (15, None):
+            compare(*tensors(B=2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype), p=p, note=f"L {L} p {p}")
+
+
+@pytest.mark.gpu
+def test_gpu_same_bits_every_run():
+    q, k, v, do = tensors(B=2, Hq=4, Hkv=2, Lq=777, D=64, dtype=torch.bfloat16)
+    runs = [with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
+
+
+@pytest.mark.gpu
+def test_gpu_every_output_is_written():
+    q, k, v, do = tensors(B=1, Hq=4, Hkv=4, Lq=321, D=128, dtype=torch.bfloat16)
+    for _ in range(2):
+        poison = [torch.full_like(q, torch.nan) for _ in range(12)]
+        del poison  # the allocator hands these blocks out again
+        assert all(x.isfinite().all() for x in compare(q, k, v, do, p=15))
+
+
+@pytest.mark.gpu
+def test_gpu_compile_and_cuda_graph():
+    q, k, v, do = tensors(B=1, Hq=4, Hkv=4, Lq=256, D=64, dtype=torch.bfloat16)
+    call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
+    want = with_gradients(call, (q, k, v), do)
+    got = with_gradients(torch.compile(call, fullgraph=True), (q, k, v), do)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    lengths = torch.tensor([100], device=DEVICE)
+    row = q[:, :, :1].contiguous()
+    fused_decode(row, k, v, p=15, lengths=lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fused_decode(row, k, v, p=15, lengths=lengths)
+    lengths.fill_(200)
+    graph.replay()
+    assert torch.equal(o, fused_decode(row, k, v, p=15, lengths=lengths))
