@@ -216,7 +216,7 @@ def findable(monkeypatch):
 
 
 def test_workers_change_nothing(tmp_path, monkeypatch, findable):
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("lssar.data.workers._BATCH_CHARACTERS", 100)
     texts = [f"{number} " * (number % 50) for number in range(400)]
     source = [write_jsonl(tmp_path / "a.jsonl", texts), SOURCES["u16.xz"](tmp_path)]
     changes = dict(val_share=0.05, shard_tokens=999)
@@ -301,9 +301,10 @@ def _die_at(moment, count):
 SLOW = """
 import importlib, sys, time
 module = importlib.import_module("lssar.data.prepare")
+from lssar.data import workers
 from lssar.data.tokenizers import BytesTokenizer
 if __name__ == "__main__":
-    module._SAFE_POINT_SECONDS, module._BATCH_CHARACTERS = 0.0, 100
+    module._SAFE_POINT_SECONDS, workers._BATCH_CHARACTERS = 0.0, 100
     settings = module.Settings("x", [sys.argv[1]], shard_tokens=50)
     def report(status):
         print(status.total_tokens, flush=True)
@@ -345,7 +346,7 @@ def test_a_stopped_command_leaves_no_workers_and_goes_on(tmp_path, how, findable
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(tmp_path, monkeypatch, findable):
-    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr("lssar.data.workers._BATCH_CHARACTERS", 100)
     source = write_jsonl(tmp_path / "a.jsonl", ["x" * 50] * 2000)
 
     class Deadly(BytesTokenizer):

@@ -11,19 +11,14 @@ point and goes on from there.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
-import signal
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +27,10 @@ import numpy as np
 from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for, naming
 from lssar.data.sources import Document, Reading, Undecodable, Unit, find_units
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
+from lssar.data.workers import tokenised
 from lssar.records import environment, write_json
 
 MANIFEST = "manifest.json"
-_BATCH_CHARACTERS = 1 << 18  # of text in one task of a worker
 _SAFE_POINT_SECONDS = 10.0
 _FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
 
@@ -115,7 +110,7 @@ def prepare(
 ) -> Path:
     """Writes NAME_train_000001.bin, NAME_val_000000.bin, ... and manifest.json into `out`; returns the manifest's path.
 
-    Runs again with the same arguments go on where the last one stopped. `report` is called after every few documents.
+    Runs again with the same arguments go on where the last one stopped. `report` is called after each document.
     """
     out = Path(out)
     reading = Reading(
@@ -189,17 +184,16 @@ class _Job:
         return status
 
     def run(self, status: Status, workers: int, report: Callable[[Status], Any]) -> None:
-        sizes = [unit.bytes for unit in self.units]
-        total = None if None in sizes else max(1, sum(size or 0 for size in sizes))
+        before = list(accumulate((unit.bytes or 0 for unit in self.units), initial=0))
+        known = all(unit.bytes is not None for unit in self.units)
         saved, finished = time.monotonic(), self._finished()
         eot = np.array([self.tokenizer.eot], layout_for(self.tokenizer.vocab_size).dtype)
-        before = [sum(size or 0 for size in sizes[:unit]) for unit in range(len(sizes))]
         with closing(tokenised(self._documents(status), self.tokenizer, workers)) as documents:
             for unit, document, tokens in documents:
                 self._take(np.concatenate([eot, tokens]) if len(tokens) else tokens, unit < self.val_units, status)
                 status.document = status.document + 1 if unit == status.unit else 1
                 status.unit = unit
-                status.share = None if total is None else (before[unit] + document.read) / total
+                status.share = (before[unit] + document.read) / max(1, before[-1]) if known else None
                 if self._finished() != finished or time.monotonic() - saved > _SAFE_POINT_SECONDS:
                     self._save(status)
                     saved, finished = time.monotonic(), self._finished()
@@ -208,12 +202,12 @@ class _Job:
                     break
 
     def _documents(self, status: Status) -> Iterator[tuple[int, Document]]:
-        if self._enough(status):
-            return
-        for index in range(status.unit, len(self.units)):
-            skip = status.document if index == status.unit else 0
-            for document in self.units[index].documents(skip):
-                yield index, document
+        """What is left to read; the status moves on while this runs, so its start is noted first."""
+        first, skip = status.unit, status.document
+        if not self._enough(status):
+            for index in range(first, len(self.units)):
+                for document in self.units[index].documents(skip if index == first else 0):
+                    yield index, document
 
     def _enough(self, status: Status) -> bool:
         return self.settings.max_tokens is not None and status.total_tokens >= self.settings.max_tokens
@@ -271,7 +265,8 @@ class _Job:
             "bytes": sum(unit.bytes or 0 for unit in self.units),
             "environment": environment(),
         }
-        manifest = write_json(self.out / MANIFEST, record, overwrite=True)
+        with naming(self.out / MANIFEST):
+            manifest = write_json(self.out / MANIFEST, record, overwrite=True)
         self.progress_file.unlink(missing_ok=True)
         return manifest
 
@@ -334,81 +329,6 @@ class _Sink:
     def close(self) -> None:
         if self.shard is not None:
             self.shard.close()
-
-
-def tokenised(
-    documents: Iterator[tuple[int, Document]], tokenizer: Tokenizer, workers: int
-) -> Generator[tuple[int, Document, np.ndarray], None, None]:
-    """Each document with its tokens, in order. Workers get whole batches, and few ahead of what is written."""
-    if workers <= 1:
-        for unit, document in documents:
-            yield unit, document, _tokens(document, tokenizer.encode)
-        return
-    waiting: deque[tuple[list[tuple[int, Document]], Future[list[np.ndarray]]]] = deque()
-
-    def next_batch() -> Iterator[tuple[int, Document, np.ndarray]]:
-        batch, future = waiting.popleft()
-        encoded = iter(future.result())
-        for unit, document in batch:
-            yield unit, document, _tokens(document, lambda text: next(encoded))
-
-    # Not fork: this process may have threads (torch, progress) whose locks a forked copy would find locked for ever.
-    context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-    if hasattr(os, "fork"):
-        context.set_forkserver_preload(["__main__", __name__])
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (tokenizer,))
-    try:
-        for batch in _batches(documents):
-            texts = [document.content for _, document in batch if isinstance(document.content, str)]
-            waiting.append((batch, pool.submit(_encode_in_worker, texts)))
-            if len(waiting) > 3 * workers:
-                yield from next_batch()
-        while waiting:
-            yield from next_batch()
-    except BrokenProcessPool as error:
-        raise RuntimeError("a tokenizing worker was killed (out of memory?); run again to go on, with fewer") from error
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _tokens(document: Document, encode: Callable[[str], np.ndarray]) -> np.ndarray:
-    return encode(document.content) if isinstance(document.content, str) else document.content
-
-
-def _batches(documents: Iterator[tuple[int, Document]]) -> Iterator[list[tuple[int, Document]]]:
-    batch: list[tuple[int, Document]] = []
-    characters = 0
-    for item in documents:
-        batch.append(item)
-        characters += len(item[1].content)
-        if characters >= _BATCH_CHARACTERS or len(batch) >= 1024:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-_worker_tokenizer: Tokenizer
-
-
-def _start_worker(tokenizer: Tokenizer) -> None:
-    global _worker_tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = tokenizer
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _encode_in_worker(texts: list[str]) -> list[np.ndarray]:
-    return [_worker_tokenizer.encode(text) for text in texts]
 
 
 @contextmanager
