@@ -75,8 +75,8 @@ def query_gradient_kernel(
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and five numbers a row for the dk, dv kernel: slope and intercept of normalised weights, dO.O, the row's mean
-    of g, and what the queries there have to be multiplied by."""
+    """dq, and five numbers a row for the dk, dv kernel: slope and intercept of weights, dO.O, the row's mean of g, and
+    with EXACT_QUERIES what the queries left there have to be multiplied by, else 1 / Z (which slope then lacks)."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     program = tl.program_id(0)
     head = program // blocks
@@ -143,15 +143,16 @@ def query_gradient_kernel(
         exact_q, to_unit = exact_unit_rows(raw_q)
         exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
-        query_scale = scale * to_unit
+        root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
+        row_factor = scale * to_unit
     else:
-        query_scale = scale * 0.0 + 1.0
-    root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p)
+        root = inverse_z * 0.0 + 1.0
+        row_factor = inverse_z
     tl.store(rows_ptr + at, slope * root, mask=inside)
     tl.store(rows_ptr + row_plane + at, intercept * root, mask=inside)
     tl.store(rows_ptr + 2 * row_plane + at, delta, mask=inside)
     tl.store(rows_ptr + 3 * row_plane + at, mean * kappa, mask=inside)
-    tl.store(rows_ptr + 4 * row_plane + at, query_scale, mask=inside)
+    tl.store(rows_ptr + 4 * row_plane + at, row_factor, mask=inside)
 
 
 @triton.jit
@@ -175,12 +176,11 @@ def _key_sums(
         intercept = tl.load(rows_ptr + row_plane + rows, mask=inside, other=0.0)
         delta = tl.load(rows_ptr + 2 * row_plane + rows, mask=inside, other=0.0)
         mean = tl.load(rows_ptr + 3 * row_plane + rows, mask=inside, other=0.0)
-        factor = 2.0 * P * slope
+        row_factor = tl.load(rows_ptr + 4 * row_plane + rows, mask=inside, other=0.0)
+        factor = 2.0 * P * slope * row_factor
         if EXACT_QUERIES:
-            query_scale = tl.load(rows_ptr + 4 * row_plane + rows, mask=inside, other=0.0)
-            x = x * query_scale[:, None] * key_scale[None, :]
-            factor *= query_scale
-            mean *= query_scale
+            x = x * row_factor[:, None] * key_scale[None, :]
+            mean *= row_factor
         masked = (start < full_lo) | (start + M > full_hi)
         if masked:
             row_start, row_stop = visible_keys(
@@ -195,6 +195,8 @@ def _key_sums(
             weight = y * w
         else:
             weight = two_a * slope[:, None]
+        if not EXACT_QUERIES:
+            weight = weight * row_factor[:, None]
         if masked:  # a flat row would give hidden keys weight too
             weight = tl.where(x > HIDDEN, weight, 0.0)
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)

@@ -25,6 +25,7 @@ from lssar.ops.fused.primitives import (
     ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
+    inverse_spread,
     log2_1p,
     power,
     saturate,
@@ -187,10 +188,10 @@ def value_kernel(
         flat_below = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
         flat = (n > FIRST_ROWS) & (spread <= flat_below)
         live = (n > 0) & (flat == 0)
-        slope = tl.where(live, 1.0 / tl.where(live, spread, 1.0), 0.0)
+        slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
         intercept = tl.where(flat, 1.0, -two_tau * slope)
-        # keys with z^p <= tolerance / n weigh at most tolerance together, against 1 for the largest
-        matters = tolerance / tl.maximum(n_float, 1.0)
+        # keys of at most tolerance / n of the largest weight weigh together at most tolerance times that
+        matters = tolerance / tl.maximum(n_float, 1.0) * power(tl.maximum(spread * slope, 0.0), P)
 
     o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     z = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)

@@ -17,6 +17,7 @@ from lssar.ops.fused.primitives import (
     LOG2E,
     dot,
     ex2_neg_abs,
+    inverse_spread,
     lane_compound,
     lane_max,
     lane_sum,
@@ -146,7 +147,7 @@ def forward_kernel(
         tolerance = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
         flat = (n > FIRST_ROWS) & (spread <= tolerance)
         live = (n > 0) & (flat == 0)
-        slope = tl.where(live, 1.0 / tl.where(live, spread, 1.0), 0.0)
+        slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
         intercept = tl.where(flat, 1.0, -two_tau * slope)
     else:
         slope = tl.where(n > 0, 1.0, 0.0)

@@ -207,6 +207,19 @@ def score_scale(n, LOG_D: tl.constexpr):
 
 
 @triton.jit
+def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
+    """Slope of the weights: 1 / spread, 0 where not live.
+
+    Their scale cancels, so for float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the
+    rounding of its terms where the spread is small against them. (For large P its power might underflow.)
+    """
+    slope = 1.0 / tl.where(live, spread, 1.0)
+    if PRECISE and P <= 64:
+        slope = tl.exp2(tl.floor(tl.log2(slope)))
+    return tl.where(live, slope, 0.0)
+
+
+@triton.jit
 def load_tile(
     ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
 ):  # fmt: skip
