@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         parse = getattr(command, "parse", None)  # a command whose flags depend on its first word reads them itself
         made = parse(rest) if parse else tyro.cli(command, prog=f"lssar {name}", args=rest)
         made.run()
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, *((RuntimeError,) if name == "data" else ())) as error:
         print(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:

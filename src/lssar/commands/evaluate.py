@@ -27,7 +27,7 @@ def held_out_documents(run: Path, recipe: Any, data: Path | None, at_least: int)
     shards = sorted(folder.glob("*val*.bin"))
     if not shards:
         raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
-    documents = list(DocumentReader(shards, eot=eot_of(recipe.vocab_size), min_tokens=at_least))
+    documents = list(DocumentReader(shards, eot=eot_of(folder, recipe.vocab_size), min_tokens=at_least))
     if not documents:
         raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
     return documents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -36,15 +37,16 @@ def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches, TokenB
     def batches(shards: list[Path], shuffle: bool) -> TokenBatches:
         return TokenBatches(
             shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.rank, world=w.size,
-            pack=recipe.pack, eot=eot_of(recipe.vocab_size), shuffle=shuffle,
+            pack=recipe.pack, eot=eot_of(folder, recipe.vocab_size), shuffle=shuffle, vocab_size=recipe.vocab_size,
         )  # fmt: skip
 
     return batches(train, True), batches(val, False) if val else None
 
 
-def eot_of(vocab_size: int) -> int:
-    """The token between documents: the last one, for bytes (256) and for GPT-2's vocabulary (50256) alike."""
-    return vocab_size - 1
+def eot_of(folder: Path, vocab_size: int) -> int:
+    """The token between documents: what the manifest of the shards says, else the last of bytes' or GPT-2's ids."""
+    manifest = folder / "manifest.json"
+    return int(json.loads(manifest.read_text())["eot"]) if manifest.exists() else vocab_size - 1
 
 
 def write_stdlib(folder: Path) -> None:
