@@ -22,6 +22,10 @@ COMMANDS: dict[str, str] = {
 """Where each command is; imported when asked for, so that one command's extras are no other's."""
 
 
+MENDABLE = (ValueError, OSError, ImportError)
+"""Errors that say what a user can do; anything else is ours, and shows where it came from."""
+
+
 def load(name: str) -> Any:
     module, _, attribute = COMMANDS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -48,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         parse = getattr(command, "parse", None)  # a command whose flags depend on its first word reads them itself
         made = parse(rest) if parse else tyro.cli(command, prog=f"lssar {name}", args=rest)
         made.run()
-    except (ValueError, OSError, ImportError, *((RuntimeError,) if name == "data" else ())) as error:
+    except MENDABLE as error:
         print(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:

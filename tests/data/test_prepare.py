@@ -358,7 +358,7 @@ def test_a_killed_worker_is_an_error_not_a_hang(tmp_path, monkeypatch, findable)
 
     globals()["Deadly"] = Deadly
     Deadly.__qualname__ = "Deadly"
-    with pytest.raises(RuntimeError, match="worker was killed"):
+    with pytest.raises(ChildProcessError, match="worker was killed"):
         made(source, tmp_path / "out", Deadly(), workers=2)
 
 
