@@ -276,29 +276,39 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
                 f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: "
                 f"{mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f}) / {best * 1e3:.1f} = {mine / best:.2f}x"
                 f"  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
-                f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  {({n: round(t * 1e3, 1) for n, t in softmax.items()})}",
+                f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  { ({n: round(t * 1e3, 1) for n, t in softmax.items()}) }",
                 flush=True,
             )
 
 
-def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 16, 16, 64, 32768))):
-    """Block, warps, stages and programs a multiprocessor of the decode kernels."""
+def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16, 64, 32768))):
+    """Block, warps, stages and programs a multiprocessor of the decode kernels, keys with and without their norms."""
     from triton.testing import do_bench_cudagraph
 
     from lssar.ops.fused import decode as module
 
+    settings = ((64, 4, 3), (64, 2, 3), (64, 1, 3), (32, 1, 4), (32, 2, 4), (16, 1, 5), (128, 4, 3))
     for batch, heads, kv_heads, d, length in shapes:
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        k = F.normalize(k.float(), dim=-1).bfloat16()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=heads != kv_heads)
+            cudnn = do_bench_cudagraph(grouped, rep=20, return_mode="median")
+        expected = module.decode(q, k, v, 15.0, None, None, 0.0)
         times = []
-        settings = ((64, 4, 3), (64, 2, 3), (64, 1, 3), (32, 1, 4), (128, 4, 2), (128, 2, 2), (16, 1, 4))
         for block, warps, stages in settings:
             for programs in (8, 16, 32):
-                splits = max(1, programs * 132 // (batch * kv_heads))
-                run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, block, splits, warps, stages)
-                times.append((do_bench_cudagraph(run, rep=20, return_mode="median"), block, warps, stages, programs))
-        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: ms, block, warps, stages, programs")
-        print("\n".join(str(t) for t in sorted(times)[:8]), flush=True)
-        profile_once(partial(module.decode, q, k, v, 15.0, None, None, 2**-10))
+                for unit in (False, True):
+                    splits = max(1, programs * 132 // (batch * kv_heads))
+                    run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, unit, block, splits, warps, stages)
+                    off = float((run() - expected).float().norm() / expected.float().norm())
+                    time = do_bench_cudagraph(run, rep=15, return_mode="median")
+                    times.append((round(time * 1e3, 1), unit, block, warps, stages, programs, f"off {off:.1e}"))
+        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: cuDNN {cudnn * 1e3:.1f} us")
+        print("us, unit keys, block, warps, stages, programs")
+        for unit in (False, True):
+            print("\n".join(str(t) for t in sorted(t for t in times if t[1] == unit)[:6]), flush=True)
+        profile_once(partial(module.decode, q, k, v, 15.0, None, None, 2**-10, True))
 
 
 def profile_once(run):

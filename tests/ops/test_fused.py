@@ -185,6 +185,12 @@ def test_decode_tolerance_bounds_the_error():
         assert off <= tolerance * v.abs().max()
 
 
+def test_decode_of_unit_keys():
+    q, k, v, _ = tensors(Lq=1, Lk=70)
+    unit = k / k.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(fused_decode(q, unit, v, p=15, unit_keys=True), fused_decode(q, k, v, p=15))
+
+
 def test_decode_of_extreme_norms():
     q, k, v, _ = tensors(Lq=1, Lk=70, dtype=torch.bfloat16)
     near = fused_decode(q, k, v, p=15)

@@ -67,15 +67,17 @@ def fused_attention(
 
 def fused_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, p: float | None, lengths: Tensor | None = None,
-    block_table: Tensor | None = None, tolerance: float = 2.0**-10,
+    block_table: Tensor | None = None, tolerance: float = 2.0**-10, unit_keys: bool = False,
 ) -> Tensor:  # fmt: skip
     """The last Lq rows of a causal LSSA or LSSAR against a cache; for a few rows, as in token-by-token generation.
 
     q (B, Hq, Lq, D). Cache: (B, Hkv, L, D), or pages (num_blocks, block_size, Hkv, D) with block_table (B, max_blocks).
     lengths (B,), int: keys in each row of the batch, the Lq queries' own included; None: the whole cache.
     tolerance: values of keys whose weights together are below this share of the row's largest weight may be left
-    unread (0: exact). No gradient, no host synchronisation: fit for CUDA graphs.
+    unread (0: exact).
+    unit_keys: the cache holds k / |k| already, which saves computing their norms.
+    No gradient, no host synchronisation: fit for CUDA graphs.
     """
     from lssar.ops.fused.decode import decode_op
 
-    return decode_op(q, k_cache, v_cache, p, lengths, block_table, tolerance)
+    return decode_op(q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys)

@@ -75,11 +75,12 @@ def _drop_repeats(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 def _score_keys(
     q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
     k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-    D: tl.constexpr, PAGE: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, ROBUST: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
     R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scores of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
 
+    NORMS: "unit" (the cache holds unit keys), "fast", or "robust" (right also near the ends of float32's range).
     Sums stay spread over the N slots of a tile until the end: a reduction in the loop would need a barrier.
     """
     offsets = tl.arange(0, N)
@@ -91,15 +92,17 @@ def _score_keys(
         k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
         k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
         k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
-        k_float = k.to(tl.float32)
-        if ROBUST:
-            key_scale = inverse_norms(k_float)  # [N]
-        else:
+        if NORMS == "robust":
+            key_scale = inverse_norms(k.to(tl.float32))  # [N]
+        elif NORMS == "fast":
+            k_float = k.to(tl.float32)
             square = tl.sum(k_float * k_float, 1)  # [N]
             key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
             extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop))).to(tl.int32)
         x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None]  # [M, N]
-        x = _drop_repeats(x, R, M, N) * key_scale[None, :]  # [R, N]
+        x = _drop_repeats(x, R, M, N)  # [R, N]
+        if NORMS != "unit":
+            x *= key_scale[None, :]
         x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
         x_mask = row_inside[:, None] & (keys < stop)[None, :]
         tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=x_mask)
@@ -114,7 +117,7 @@ def score_kernel(
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, table_stride, x_stride,
     Hkv, Lk, split_length, splits,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
@@ -142,14 +145,15 @@ def score_kernel(
     total, largest, extreme = _score_keys(
         q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
         k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-        D, PAGE, LOG_DEGREE == 0, DOT, False, BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
+        D, PAGE, LOG_DEGREE == 0, DOT, "unit" if UNIT else "fast", BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if extreme != 0:
-        total, largest, extreme = _score_keys(
-            q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
-            k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-            D, PAGE, LOG_DEGREE == 0, DOT, True, BLOCK_R, BLOCK_M, BLOCK_N, 1,
-        )  # fmt: skip
+    if not UNIT:
+        if extreme != 0:
+            total, largest, extreme = _score_keys(
+                q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+                k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
+                D, PAGE, LOG_DEGREE == 0, DOT, "robust", BLOCK_R, BLOCK_M, BLOCK_N, 1,
+            )  # fmt: skip
     tl.store(sum_ptr + row_at * splits + split, total, mask=row_inside)
     tl.store(max_ptr + row_at * splits + split, largest, mask=row_inside)
 
@@ -240,7 +244,8 @@ def combine_kernel(
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
-    tolerance: float, block: int = 64, splits: int | None = None, warps: int = 4, stages: int = 3,
+    tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int = 4,
+    stages: int = 3,
 ) -> Tensor:  # fmt: skip
     """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
     B, Hq, Lq, D = q.shape
@@ -282,7 +287,8 @@ def decode(
     grid = (B * Hkv, splits)
     score_kernel[grid](
         q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits, BLOCK_N=block, STAGES=stages, num_warps=warps, **common,
+        x_stride, Hkv, Lk, split_length, splits, UNIT=unit_keys, BLOCK_N=block, STAGES=stages, num_warps=warps,
+        **common,
     )  # fmt: skip
     value_kernel[grid](
         scores, v_cache, parts[0], parts[1], o_parts, parts[2], lengths_or_any, table, *v_strides, table_stride,
@@ -300,15 +306,15 @@ def decode(
 
 decode_op = torch.library.custom_op(
     "lssar::fused_decode",
-    lambda q, k_cache, v_cache, p, lengths, block_table, tolerance: decode(
-        q, k_cache, v_cache, p, lengths, block_table, tolerance
+    lambda q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys: decode(
+        q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys
     ),
     mutates_args=(),
     schema="(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, "
-    "float tolerance) -> Tensor",
+    "float tolerance, bool unit_keys) -> Tensor",
 )
 
 
 @decode_op.register_fake
-def _(q, k_cache, v_cache, p, lengths, block_table, tolerance):
+def _(q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys):
     return torch.empty_like(q)

@@ -119,6 +119,4 @@ def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 def tma_aligned(*tensors: torch.Tensor) -> bool:
-    return all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in tensors
-    )
+    return all(t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1]) for t in tensors)
