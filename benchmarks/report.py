@@ -1,7 +1,7 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table stands between `<!-- figures: results/NAME.json MODE... -->` and `<!-- end -->`. `python benchmarks/report.py`
-fills them in; with `--check` it only says whether that would change anything.
+A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`.
+`python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
-def table(path: Path, modes: list[str]) -> str:
+def table(path: Path, words: list[str]) -> str:
     """Milliseconds and peak memory for each case and contestant, with the ratio to softmax SDPA in the same run."""
     result = json.loads(path.read_text())
+    modes = [word for word in words if "=" not in word]
+    wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
     lines = [
         "| shape | " + " | ".join(["implementation", *(f"{mode}, ms" for mode in modes), "peak extra MiB"]) + " |",
         "|---|" + "---|" * (len(modes) + 2),
     ]
     for row in result["rows"]:
+        if any(str(row[field]) not in values for field, values in wanted.items()):
+            continue
         shape = f"{row['batch']} x {row['heads']} x {row['length']} x {row['head_size']}, {row['dtype']}"
         peer = _peer(row, result["rows"])
         cells = [f"`{row['contestant']}`"]
@@ -36,7 +40,8 @@ def table(path: Path, modes: list[str]) -> str:
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     lines.append(
         f"\n{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}, seed "
-        f"{result['rows'][0]['seed']}. Ratio to softmax SDPA of the same run in brackets. Command: `{result['command']}`."
+        f"{result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA of the same run. "
+        f"Command: `{result['command']}`."
     )
     return "\n".join(lines) + "\n"
 

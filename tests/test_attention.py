@@ -132,6 +132,41 @@ def test_compiles_without_a_graph_break(backend, dynamic):
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("name", ["softmax", "cosine_softmax", "ssmax"])
+def test_softmax_kinds_through_sdpa(name):
+    """impl='fused' of a softmax kind is PyTorch's kernel: the same numbers, and no graph break."""
+    torch._dynamo.reset()
+    inputs = qkv(dtype=torch.float32, Lq=33, Lk=33, D=16)
+    do = torch.randn(2, 4, 33, 16)
+    exact = with_gradients(lambda *x: lssar.attention(*x, name, impl="reference"), inputs, do)
+    compiled = torch.compile(lambda *x: lssar.attention(*x, name, impl="fused"), fullgraph=True, backend="aot_eager")
+    for f in (lambda *x: lssar.attention(*x, name, impl="fused"), compiled):
+        for a, b in zip(with_gradients(f, inputs, do), exact):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    q, k, v = inputs
+    for options in ({"causal": False}, {}):
+        rows = slice(-1, None) if not options else slice(None)
+        expected = lssar.attention(q[:, :, rows], k, v, name, impl="reference", **options)
+        torch.testing.assert_close(lssar.attention(q[:, :, rows], k, v, name, impl="fused", **options), expected)
+    huge = lssar.attention(q * 1e30, k * 1e30, v, name, impl="fused")
+    assert huge.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mask": torch.ones(8, 8, dtype=torch.bool)}, "go through impl='tiled'"),
+        ({"window": 3}, "go through impl='tiled'"),
+        ({"return_weights": True}, "does not form the weights"),
+        ({"spec": "softmax_inverse"}, "is not a softmax of scaled scores"),
+    ],
+)
+def test_what_sdpa_cannot_do(options, words):
+    q, k, v = qkv(dtype=torch.float32, Lq=8, Lk=8, grad=False)
+    with pytest.raises(ValueError, match=words):
+        lssar.attention(q, k, v, **{"spec": "softmax", "impl": "fused", **options})
+
+
 def test_compiled_pack_and_padding():
     torch._dynamo.reset()
     q, k, v = qkv(B=1, grad=False)

@@ -104,7 +104,15 @@ def _eager(mechanism: AttentionSpec, case: Case) -> Attention:
 
 
 def _compiled(mechanism: AttentionSpec, case: Case) -> Attention:
+    _keep_buffers()
     return torch.compile(_eager(mechanism, case), fullgraph=True, dynamic=False)
+
+
+def _keep_buffers() -> None:
+    """A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph."""
+    import torch._functorch.config as config
+
+    config.donated_buffer = False
 
 
 def _sdpa(backend: str | None) -> Callable[[AttentionSpec, Case], Attention]:
@@ -139,6 +147,7 @@ def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
         raise Unavailable("needs a GPU")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    _keep_buffers()
     flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     mask = None
     if case.causal:

@@ -46,9 +46,14 @@ def eps_of(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
+def scale_factor(d: int, spec: AttentionSpec) -> float:
+    """What all products q.k are multiplied by."""
+    return math.log(d) if spec.scale == "log_d" else 1 / math.sqrt(d)
+
+
 def score_factor(n: Tensor, d: int, spec: AttentionSpec) -> Tensor:
     """What the products q.k of a row are multiplied by, shaped like n (a float tensor of visible counts)."""
-    factor = math.log(d) if spec.scale == "log_d" else 1 / math.sqrt(d)
+    factor = scale_factor(d, spec)
     return n.clamp_min(1).log() * factor if spec.log_n else torch.full_like(n, factor)
 
 

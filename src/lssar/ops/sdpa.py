@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lssar.ops.numerics import score_factor, unit
+from lssar.ops.numerics import scale_factor, score_factor, unit
 from lssar.specs import AttentionSpec
 
 SCORE_LIMIT = 1e15
@@ -39,14 +39,12 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal:
         q, k = unit(q), unit(k)
     elif q.dtype != torch.float16:  # products of float16 numbers cannot leave float32
         q, k = _in_range(q), _in_range(k)
-    n = torch.full((queries, 1), keys, device=q.device, dtype=torch.float32)
-    if causal:
-        n = torch.arange(1, queries + 1, device=q.device, dtype=torch.float32)[:, None]
-    factor = score_factor(n, q.shape[-1], spec)
-    if spec.log_n:
-        q, scale = (q * factor).to(q.dtype), 1.0
-    else:
-        scale = float(factor[0])
+    scale = scale_factor(q.shape[-1], spec)
+    if spec.log_n:  # a factor that differs from row to row goes into q
+        n = torch.full((queries,), float(keys), device=q.device)
+        if causal:
+            n = torch.arange(1, queries + 1, device=q.device).float()
+        q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 

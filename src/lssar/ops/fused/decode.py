@@ -34,7 +34,7 @@ from lssar.ops.fused.primitives import (
     softplus2,
 )
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_MULTIPROCESSOR = 16
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def score_kernel(
         k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
         D, PAGE, LOG_DEGREE == 0, DOT, "unit" if UNIT else "fast", BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if not UNIT:
+    if not UNIT:  # noqa: SIM102 (the outer one is decided when compiling)
         if extreme != 0:
             total, largest, extreme = _score_keys(
                 q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
@@ -244,7 +244,7 @@ def combine_kernel(
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
-    tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int = 4,
+    tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int | None = None,
     stages: int = 3,
 ) -> Tensor:  # fmt: skip
     """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
@@ -259,6 +259,8 @@ def decode(
         order = (0, 2, 1)
         table, table_stride = block_table, block_table.stride(0)
     group = Hq // Hkv
+    if warps is None:
+        warps = 2 if unit_keys else 4  # norms of keys are worth two more
     block_r = triton.next_power_of_2(group * Lq)
     block_d = max(16, triton.next_power_of_2(D))
     if splits is None:
