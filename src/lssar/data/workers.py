@@ -49,7 +49,9 @@ def tokenised(
         while waiting:
             yield from next_batch()
     except BrokenProcessPool as error:
-        raise ChildProcessError("a tokenizing worker was killed (out of memory?); run again to go on, with fewer") from error
+        raise ChildProcessError(
+            "a tokenizing worker was killed (out of memory?); run again to go on, with fewer"
+        ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
