@@ -133,7 +133,6 @@ def test_memory_is_linear_in_length():
     q, k, v = qkv(B=1, Hq=1, Hkv=1, Lq=4096, Lk=4096, D=4, dtype=torch.float32, grad=False)
     start, stop = torch.zeros(1, 4096, dtype=torch.int64), torch.arange(1, 4097)[None]
     problem = tiled._Problem(q, k, v, start, stop, None, lssar.spec("lssar").literal, wide=False)
-    problem.native = False
     tiled._forward(problem)
     tiled._backward(problem, torch.ones_like(q))
     assert sum(x.numel() for x in problem.scratch.memory.values()) <= 6 * tiled.CPU_STRIP < 4096**2 / 4

@@ -92,7 +92,6 @@ class _Problem:
             q, self.q_norm = unit_and_norm(q)
             k, self.k_norm = unit_and_norm(k)
         self.q, self.k = self.grouped(q), k
-        self.native = native.supports(q, self.spec, mask)
         self.mask = None if mask is None else mask.expand(B, Hq, self.Lq, self.Lk).unflatten(1, (Hkv, self.g))
         self.start, self.stop = (x.expand(B, self.Lq) for x in torch.broadcast_tensors(start, stop))
         # The host plans the strips: one copy of the bounds, once.
@@ -170,8 +169,6 @@ class _Problem:
 
 def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
     p = problem
-    if p.native and weights_out is None:
-        return native.forward(p.q.flatten(1, 2), p.k, p.v, p.start, p.stop, p.spec)
     o = p.q.new_zeros(p.B, p.Hkv, p.g, p.Lq, p.v.shape[-1])
     for chunk in p.chunks():
         for strip in p.strips(*chunk):
@@ -187,10 +184,7 @@ def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
 def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = problem
     do, do_scale = tame(do) if p.wide else (do.to(p.q.dtype), 1.0)
-    if p.native:
-        dq, dk, dv = native.backward(do, p.q.flatten(1, 2), p.k, p.v, p.start, p.stop, p.spec)
-    else:
-        dq, dk, dv = _backward_strips(p, p.grouped(do))
+    dq, dk, dv = _backward_strips(p, p.grouped(do))
     if p.spec.cosine:
         dq = unit_backward(dq, p.q.flatten(1, 2), p.q_norm)
         dk = unit_backward(dk, p.k, p.k_norm)
@@ -222,12 +216,31 @@ def _spec(literal: str) -> AttentionSpec:
     return AttentionSpec.from_literal(literal)
 
 
+_Compiled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec]
+
+
+def _compiled(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, literal: str
+) -> _Compiled | None:
+    """Arguments for the compiled kernel, where there is one for this call."""
+    spec, dtype = _spec(literal), working_dtype(q.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if not native.supports(q, spec, mask):
+        return None
+    shape = (q.shape[0], q.shape[2])
+    return q, k, v, start.expand(shape), stop.expand(shape), spec
+
+
 @torch.library.custom_op("lssar::tiled_forward", mutates_args=())
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> Tensor:
     with torch.autocast(q.device.type, enabled=False):
-        o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False))
+        compiled = _compiled(q, k, v, start, stop, mask, spec)
+        if compiled is not None:
+            o = native.forward(*compiled, normalize=True)
+        else:
+            o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False))
         if not finite(o):  # out of the working dtype's range: once more with room to spare
             o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True))
             return settle(o, q.dtype, finite(q, k, v))
@@ -244,7 +257,11 @@ def tiled_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=False), do)
+        compiled = _compiled(q, k, v, start, stop, mask, spec)
+        if compiled is not None:
+            grads = native.backward(do.to(compiled[0].dtype), *compiled, normalize=True)
+        else:
+            grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=False), do)
         if finite(*grads):
             dq, dk, dv = (saturate(grad, q.dtype) for grad in grads)
         else:
