@@ -4,9 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo demo-train test test-slow lint bench clean
 
+# Seconds: attention rows on synthetic keys as the context grows 64 times.
 demo: $(READY)
+	$(BIN)/lssar rows
+
+# Minutes: three small models trained at length 128 and read at up to 16 times that.
+demo-train: $(READY)
 	$(BIN)/lssar demo
 
 test: $(READY) lint

@@ -33,7 +33,7 @@ def table(path: Path, words: list[str]) -> str:
         for mode in modes:
             value = row.get(f"{mode}_ms")
             ratio = f" ({value / peer[f'{mode}_ms']:.2f}x)" if value and peer and peer is not row else ""
-            cells.append(f"{value:.4g}{ratio}" if value else "-")
+            cells.append(f"{_shown(value)}{ratio}" if value else "-")
         cells.append(f"{row['peak_extra_mib']:.0f}" if "peak_extra_mib" in row else _obstacle(row))
         lines.append(f"| {shape} | " + " | ".join(cells) + " |")
     machine = result["environment"]
@@ -54,6 +54,10 @@ def _peer(row: dict, rows: list[dict]) -> dict | None:
             if r["contestant"] == name and "forward_ms" in r:
                 return r
     return None
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _obstacle(row: dict) -> str:
