@@ -136,3 +136,32 @@ def test_memory_is_linear_in_length():
     tiled._forward(problem)
     tiled._backward(problem, torch.ones_like(q))
     assert sum(x.numel() for x in problem.scratch.memory.values()) <= 6 * tiled.CPU_STRIP < 4096**2 / 4
+
+
+@pytest.mark.gpu
+@spec_ids(ALL_SPECS)
+@pytest.mark.parametrize("view", VIEWS)
+def test_on_a_gpu(spec, view):
+    """The same strips on CUDA: float64 against the reference on the CPU."""
+    inputs = qkv(B=1, Lq=67, Lk=67, Dv=5)
+    options = views(1, 4, 67)[view]
+    do = torch.randn(1, 4, 67, 5, dtype=torch.float64)
+    exact = with_gradients(lambda *x: lssar.attention(*x, spec, impl="reference", **options), inputs, do)
+    there = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+    moved = tuple(x.detach().cuda() for x in inputs)
+    ours = with_gradients(lambda *x: lssar.attention(*x, spec, impl="tiled", **there), moved, do.cuda())
+    for a, b in zip(ours, exact):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALF_EPS, ids=str)
+@pytest.mark.parametrize("name", lssar.specs())
+def test_what_auto_picks_on_a_gpu_is_right(name, dtype):
+    spec = lssar.spec(name, head_scale=None)
+    inputs = tuple(x.cuda() for x in qkv(B=2, Lq=111, Lk=111, D=32, dtype=dtype, grad=False))
+    do = torch.randn(2, 4, 111, 32, device="cuda").to(dtype)
+    ours = with_gradients(lambda *x: lssar.attention(*x, spec), inputs, do)
+    exact = with_gradients(lambda *x: eager(*x, spec, torch.float64), inputs, do)
+    low = with_gradients(lambda *x: eager(*x, spec, dtype), inputs, do)
+    assert_within_twice_eager(ours, [low], exact, HALF_EPS[dtype])
