@@ -21,7 +21,7 @@ import torch
 def environment() -> dict[str, Any]:
     """Machine, versions, commit and time, as plain values."""
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
