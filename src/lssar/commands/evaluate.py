@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -95,11 +95,8 @@ def length_table(curves: list[dict[str, Any]]) -> Table:
     return table
 
 
-@dataclass
 class Evaluate:
     """Evaluate runs: `lssar eval length RUN...`."""
-
-    what: Annotated[Length, tyro.conf.arg(name="")]
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Length:
