@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lssar.configs import check_fields
 from lssar.nn import (
     Attention,
     AttentionConfig,
@@ -96,11 +97,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(
-                f"unknown field {', '.join(map(repr, unknown))}; a ModelConfig has {', '.join(sorted(known))}"
-            )
+        check_fields(cls, fields)
         fields = dict(fields)
         if (kept := fields.get("attention")) is not None:
             several = isinstance(kept, list)

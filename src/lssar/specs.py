@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lssar.configs import check_fields
+
 Scale = Literal["rsqrt_d", "log_d"]
 Activation = Literal["identity", "exp", "relu", "relu2", "relu6", "gelu", "sigmoid", "softplus", "mish"]
 Bias = Literal["none", "-log_L", "-log_n"]
@@ -86,8 +88,10 @@ class AttentionSpec:
 
     def replace(self, **changes: Any) -> AttentionSpec:
         """A copy with some fields changed; an unknown field is a ValueError."""
-        _check_fields(changes)
-        return dataclasses.replace(self, **changes) if changes else self
+        if not changes:  # also what torch.compile sees of a plain name
+            return self
+        check_fields(AttentionSpec, changes)
+        return dataclasses.replace(self, **changes)
 
     def reweighted(self, p: float) -> AttentionSpec:
         """This mechanism followed by the paper's re-weighting (Eq. 5) with power p."""
@@ -100,7 +104,7 @@ class AttentionSpec:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> AttentionSpec:
         """The inverse of `to_dict`; fields left out take their defaults."""
-        _check_fields(fields)
+        check_fields(cls, fields)
         if "name" not in fields:
             raise ValueError("an AttentionSpec needs a name")
         return cls(**fields)
@@ -135,17 +139,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "divisor": get_args(Divisor),
     "recentre": get_args(Recentre),
 }
-_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionSpec))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_fields(fields: dict[str, Any]) -> None:
-    unknown = sorted(set(fields) - set(_FIELDS))
-    if unknown:
-        raise ValueError(f"unknown field {', '.join(map(repr, unknown))}; an AttentionSpec has {', '.join(_FIELDS)}")
 
 
 def _table(*specs: AttentionSpec) -> dict[str, AttentionSpec]:

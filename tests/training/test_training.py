@@ -159,7 +159,7 @@ def test_errors_a_user_sees(tmp_path):
         load_run(tmp_path / "nothing")
     with pytest.raises(ValueError, match="unknown recipe"):
         recipe("gpt5")
-    with pytest.raises(ValueError, match="unknown setting 'learning_rate'"):
+    with pytest.raises(ValueError, match="unknown field 'learning_rate'"):
         recipe("tiny-cpu", learning_rate=1)
     with pytest.raises(ValueError, match="unknown attention spec"):
         recipe("tiny-cpu", attention="lsar")

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lssar.configs import check_fields
 from lssar.model import ModelConfig, model_config
 from lssar.specs import spec
 
@@ -114,11 +115,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Recipe:
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(
-                f"unknown setting {', '.join(map(repr, unknown))}; a recipe has {', '.join(sorted(known))}"
-            )
+        check_fields(cls, fields)
         return cls(**{**fields, **({"betas": tuple(fields["betas"])} if "betas" in fields else {})})
 
 
