@@ -34,9 +34,9 @@ class Demo:
     """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
 
     def run(self) -> None:
-        from lssar.commands.evaluate import held_out_documents, length_table
+        from lssar.commands.evaluate import held_out_folder, length_table
         from lssar.commands.train import TrainingLine
-        from lssar.evaluation.length import evaluate_length, pieces_of
+        from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
         from lssar.plots import plot_length
         from lssar.training import recipe, train
         from lssar.training.loop import load_run
@@ -58,7 +58,9 @@ class Demo:
                     raise KeyboardInterrupt  # what is trained is kept; the same command goes on
             model, _, step = load_run(folder)
             lengths = [self.length * multiple for multiple in self.multiples]
-            pieces = pieces_of(held_out_documents(folder, settings, None, max(lengths) + 1), max(lengths), self.pieces)
+            held_out = held_out_folder(folder, settings, None)
+            documents = held_out_documents(held_out, settings.vocab_size, max(lengths) + 1)
+            pieces = pieces_of(documents, max(lengths), self.pieces)
             with progress() as bar:
                 task = bar.add_task(f"reading with {name}", total=len(lengths) * len(pieces))
                 curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))

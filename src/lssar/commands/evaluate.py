@@ -18,19 +18,11 @@ from lssar.records import command_line, environment, write_json
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def held_out_documents(run: Path, recipe: Any, data: Path | None, at_least: int) -> list[Any]:
-    """Documents of at least so many tokens from the held-out shards of a run, or of another folder."""
-    from lssar.data.stream import DocumentReader
-    from lssar.training.sources import STDLIB, eot_of
+def held_out_folder(run: Path, recipe: Any, data: Path | None) -> Path:
+    """Where the held-out shards of a run are, unless another folder is given."""
+    from lssar.training.sources import STDLIB
 
-    folder = data or (run / "data" if recipe.data == STDLIB else Path(recipe.data))
-    shards = sorted(folder.glob("*val*.bin"))
-    if not shards:
-        raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
-    documents = list(DocumentReader(shards, eot=eot_of(folder, recipe.vocab_size), min_tokens=at_least))
-    if not documents:
-        raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
-    return documents
+    return data or (run / "data" if recipe.data == STDLIB else Path(recipe.data))
 
 
 @dataclass
@@ -54,7 +46,7 @@ class Length:
     overwrite: bool = False
 
     def run(self) -> None:
-        from lssar.evaluation.length import evaluate_length, pieces_of
+        from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
         from lssar.plots import plot_length
         from lssar.training.loop import load_run
 
@@ -63,7 +55,9 @@ class Length:
         for folder in self.runs:
             model, recipe, step = load_run(folder, self.device)
             lengths = [recipe.length * multiple for multiple in self.multiples]
-            documents = held_out_documents(folder, recipe, self.data, max(lengths) + 1)
+            documents = held_out_documents(
+                held_out_folder(folder, recipe, self.data), recipe.vocab_size, max(lengths) + 1
+            )
             pieces = pieces_of(documents, max(lengths), self.pieces)
             with progress() as bar:
                 for ntk in self.ntk:
@@ -123,14 +117,15 @@ class Diagnose:
 
     def run(self) -> None:
         from lssar.evaluation.diagnostics import diagnose
-        from lssar.evaluation.length import pieces_of
+        from lssar.evaluation.length import held_out_documents, pieces_of
         from lssar.plots import plot_diagnostics
         from lssar.training.loop import load_run
 
         check_outputs(self.out, (".json", ".png"), self.overwrite)
         model, recipe, step = load_run(self.folder, self.device)
         lengths = [recipe.length * multiple for multiple in self.multiples]
-        documents = held_out_documents(self.folder, recipe, self.data, max(lengths) + 1)[: self.documents]
+        data = held_out_folder(self.folder, recipe, self.data)
+        documents = held_out_documents(data, recipe.vocab_size, max(lengths) + 1)[: self.documents]
         ids = torch.stack([piece[:-1] for piece in pieces_of(documents, max(lengths), self.documents)]).to(self.device)
         with console.status("reading attention rows"):
             result = diagnose(model, ids, lengths, self.rows)

@@ -11,15 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lssar.data.stream import DocumentReader
 from lssar.model import GPT
+from lssar.training.sources import eot_of
 
 LAST_TOKENS = 256
+
+
+def held_out_documents(folder: Path, vocab_size: int, at_least: int) -> list[np.ndarray]:
+    """Documents of at least so many tokens from the held-out shards of a folder."""
+    shards = sorted(folder.glob("*val*.bin"))
+    if not shards:
+        raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
+    documents = list(DocumentReader(shards, eot=eot_of(folder, vocab_size), min_tokens=at_least))
+    if not documents:
+        raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
+    return documents
 
 
 def pieces_of(documents: Iterable[np.ndarray], length: int, most: int | None = None) -> list[Tensor]:
