@@ -122,10 +122,29 @@ def test_operator_is_registered_properly():
     torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, lssar.spec("lssar").literal))
 
 
-def test_strided_inputs_and_outputs():
-    q, k, v = (torch.randn(2, 7, 4, 6, dtype=torch.float64).transpose(1, 2) for _ in range(3))
-    o = lssar.attention(q, k, v, impl="tiled")
-    torch.testing.assert_close(o, lssar.attention(*(x.contiguous() for x in (q, k, v)), impl="reference"))
+@pytest.mark.parametrize("name", ["lssar", "softmax", "cosine_softmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+def test_strided_inputs(name, dtype, masked, strips):
+    """(B, L, H, D) transposed, as a model's projections give it: values, and what reaches each input's gradient."""
+    inputs = tuple(torch.randn(3, 7, heads, 6, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = torch.rand(7, 7) > 0.3 if masked else None  # with a mask the compiled kernel stands back
+    do = torch.randn(3, 4, 7, 6, dtype=torch.float64)
+
+    def run(impl):
+        return lambda *x: lssar.attention(*(y.transpose(1, 2) for y in x), name, mask=mask, impl=impl)
+
+    exact = with_gradients(run("reference"), inputs, do)
+    got = with_gradients(run("tiled"), tuple(x.to(dtype) for x in inputs), do)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+    for a, b in zip(got, exact):
+        torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+
+def test_operator_is_registered_properly_for_strided_inputs():
+    q, k, v = (torch.randn(2, 5, 4, 6).transpose(1, 2).requires_grad_() for _ in range(3))
+    bounds = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
+    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, lssar.spec("lssar").literal))
 
 
 def test_memory_is_linear_in_length():

@@ -195,7 +195,8 @@ def _backward(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     p = problem
-    dq, dk, dv = torch.zeros_like(p.q), torch.zeros_like(p.k), torch.zeros_like(p.v)
+    # In the plain layout, whatever the inputs have: strips of keys must be views, or what is added to them is lost.
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (p.q, p.k, p.v))
     for chunk in p.chunks():
         for strip in p.strips(*chunk):
             q, k, v = p.query_rows(p.q, strip), p.key_rows(p.k, strip), p.key_rows(p.v, strip)
@@ -268,12 +269,12 @@ def tiled_backward(
             grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=True), do)
             clean = finite(do, q, k, v)
             dq, dk, dv = (settle(grad, q.dtype, clean) for grad in grads)
-        return dq, dk, dv
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 @tiled_backward.register_fake
 def _(do, q, k, v, start, stop, mask, spec):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx, inputs, output):
