@@ -17,6 +17,8 @@ from lssar.visibility import visibility
 
 Implementation = Literal["auto", "reference", "tiled", "fused"]
 _IMPLEMENTATIONS = ("auto", "reference", "tiled", "fused")
+DECODE_TOLERANCE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-10}
+"""Share of a row's largest weight that decoding may leave unread: less than the dtype loses by rounding."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -74,6 +76,9 @@ def attention(
     if head_scale is not None or spec.head_scale is not None:
         q = _apply_head_scale(q, spec, head_scale)
 
+    if window is not None and causal and not return_weights and mask is cu_seqlens is key_lengths is None:
+        k, v, window = _in_window(k, v, q.shape[2], window)
+
     choice: str = "tiled" if impl == "auto" else impl
     if impl == "fused" or (impl == "auto" and q.is_cuda):
         masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths))
@@ -82,6 +87,8 @@ def attention(
             return sdpa.sdpa_attention(q, k, v, spec, causal)
         if spec.activation != "exp":
             obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
+        if obstacle is None and q.shape[2] == 1 and not masked and not _needs_gradient(q, k, v):
+            return fused.fused_decode(q, k, v, p=spec.p, tolerance=DECODE_TOLERANCE.get(q.dtype, 0.0))
         if obstacle is None:
             return fused.fused_attention(
                 q, k, v, p=spec.p, causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window
@@ -100,6 +107,17 @@ def attention(
     if return_weights:
         return o, tiled_attention_weights(q, k, v, see.start, see.stop, see.mask, spec)
     return o
+
+
+def _in_window(k: Tensor, v: Tensor, queries: int, window: int) -> tuple[Tensor, Tensor, int | None]:
+    """Keys that the last `queries` rows can see through a causal window, and the window if it still hides any."""
+    first = max(0, k.shape[2] - queries - window + 1)
+    k, v = k[:, :, first:], v[:, :, first:]
+    return k, v, window if window < k.shape[2] else None
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _autocast(x: Tensor) -> Tensor:

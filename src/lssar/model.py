@@ -157,6 +157,13 @@ class Cache:
     def length(self) -> int:
         return self.layers[0].length
 
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be wound back to {length}")
+        for layer in self.layers:
+            layer.length = length
+
 
 class GPT(nn.Module):
     """Token ids (B, L) to logits (B, L, V)."""

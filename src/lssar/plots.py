@@ -42,6 +42,8 @@ def _pyplot():
 
 
 def colour(mechanism: str, index: int = 0) -> str:
+    if "window" in mechanism:  # another arm than the mechanism that it reads with
+        return _OTHERS[index % len(_OTHERS)]
     return COLOURS.get(mechanism.split(",")[0], _OTHERS[index % len(_OTHERS)])
 
 
@@ -164,4 +166,50 @@ def plot_diagnostics(result: dict[str, Any], path: Path, overwrite: bool = False
             axis.set(title=f"{name}, {length} tokens", xlabel="head", ylabel="layer")
             axis.grid(False)
         figure.colorbar(image, ax=line)
+    return _save(figure, path, overwrite)
+
+
+def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
+    """Heat maps of exact answers over length and depth, a row an arm and a column a task; below, rates by length."""
+    plt = _pyplot()
+    arms = [arm for arm in result["arms"] if arm["rows"]]
+    tasks = list(dict.fromkeys(row["task"] for arm in arms for row in arm["rows"]))
+    figure, axes = plt.subplots(
+        len(arms) + 1, len(tasks), figsize=(3.1 * len(tasks), 1.7 * len(arms) + 2.6), squeeze=False,
+        height_ratios=[1.0] * len(arms) + [1.6], layout="constrained",
+    )  # fmt: skip
+    image = None
+    for line, arm in zip(axes, arms):
+        for axis, task in zip(line, tasks):
+            rows = sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
+            axis.grid(False)
+            if not rows:
+                axis.axis("off")
+                continue
+            depths = [cell["depth"] for cell in rows[0]["cells"]]
+            grid = [[row["cells"][i]["greedy"]["rate"] for row in rows] for i in range(len(depths))]
+            image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+            axis.set_xticks(range(len(rows)), [f"{row['length'] // arm['train_length']}x" for row in rows])
+            axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+            if arm is arms[0]:
+                axis.set_title(task)
+            if task == tasks[0]:
+                axis.set_ylabel(f"{arm['label']}\ndepth")
+    if image is not None:
+        figure.colorbar(image, ax=axes[: len(arms)].ravel().tolist(), label="decoded right", shrink=0.8)
+    for axis, task in zip(axes[-1], tasks):
+        for index, arm in enumerate(arms):
+            rows = sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
+            at = [row["length"] / arm["train_length"] for row in rows]
+            style = {"color": colour(arm["label"], index), "label": arm["label"]}
+            axis.plot(at, [row["greedy"]["rate"] for row in rows], "o-", ms=3, **style)
+            low, high = ([row["greedy"][end] for row in rows] for end in ("low", "high"))
+            axis.fill_between(at, low, high, color=style["color"], alpha=0.12)
+            if any("choice" in row for row in rows):
+                axis.plot(at, [row["choice"]["rate"] for row in rows], ls=":", lw=1, color=style["color"])
+                axis.axhline(rows[0]["chance"], color="black", lw=0.6, ls=":")
+        axis.set_xscale("log", base=2)
+        axis.set(ylim=(-0.03, 1.03), xlabel="length / training length")
+    axes[-1][0].set_ylabel("decoded right\n(dotted: likeliest; chance)")
+    axes[-1][0].legend(fontsize=7)
     return _save(figure, path, overwrite)

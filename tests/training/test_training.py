@@ -176,7 +176,7 @@ def test_the_papers_recipe():
     assert (paper.lr, paper.betas, paper.weight_decay, paper.warmup, paper.clip) == (6e-4, (0.9, 0.95), 0.1, 700, 1.0)
     assert paper.micro_steps(8) == 2
     assert paper.model().layer_specs[0].p == 15
-    assert set(RECIPES) == {"gpt2-124m-fineweb", "books-51m", "books-124m", "tiny-cpu"}
+    assert {"gpt2-124m-fineweb", "books-51m", "books-124m", "tiny-cpu"} < set(RECIPES)
 
 
 def test_schedules():

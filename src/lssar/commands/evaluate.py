@@ -20,9 +20,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def held_out_folder(run: Path, recipe: Any, data: Path | None) -> Path:
     """Where the held-out shards of a run are, unless another folder is given."""
-    from lssar.training.sources import STDLIB
+    from lssar.training.sources import data_folder
 
-    return data or (run / "data" if recipe.data == STDLIB else Path(recipe.data))
+    return data or data_folder(recipe, run)
 
 
 @dataclass
@@ -90,11 +90,13 @@ def length_table(curves: list[dict[str, Any]]) -> Table:
 
 
 class Evaluate:
-    """Evaluate runs: `lssar eval length RUN...`."""
+    """Evaluate runs: `lssar eval length | retrieval RUN...`."""
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> Length:
-        kinds = {"length": Length}
+    def parse(cls, arguments: list[str]) -> Any:
+        from lssar.commands.retrieval import Retrieval
+
+        kinds: dict[str, Any] = {"length": Length, "retrieval": Retrieval}
         if not arguments or arguments[0] not in kinds:
             raise ValueError(f"`lssar eval` wants one of: {', '.join(kinds)}")
         return tyro.cli(kinds[arguments[0]], prog=f"lssar eval {arguments[0]}", args=arguments[1:])
@@ -149,16 +151,18 @@ class Generate:
     seed: int = 0
     ntk: Literal["off", "length"] = "off"
     tokenizer: str | None = None
-    """bytes, gpt2, or a file; by the run's vocabulary, if not given."""
+    """bytes, gpt2, or a file; that of the run's data, if not given."""
     device: str = DEVICE
 
     def run(self) -> None:
         from lssar.data.tokenizers import load_tokenizer
         from lssar.training.loop import load_run
+        from lssar.training.sources import data_folder, tokenizer_of
 
         model, recipe, _ = load_run(self.folder, self.device)
         model.ntk = self.ntk
-        tokenizer = load_tokenizer(self.tokenizer or ("bytes" if recipe.vocab_size == 257 else "gpt2"))
+        folder = data_folder(recipe, self.folder)
+        tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else tokenizer_of(folder, recipe.vocab_size)
         ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(self.prompt).tolist()]], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         made: list[int] = []

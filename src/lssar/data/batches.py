@@ -8,8 +8,11 @@ below n to another without a table: 10^10 tokens need no more memory than 10^3.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +35,16 @@ class Batch:
     """(documents + 1,) int32, when packed."""
 
 
+class Windows(Protocol):
+    """Made windows that are mixed into a stream of real ones."""
+
+    def window(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """So many tokens, always the same for one number, and which of them count as targets."""
+
+    def identity(self) -> dict[str, Any]:
+        """Plain values; differs if the windows do."""
+
+
 class TokenBatches:
     """An endless iterator of batches.
 
@@ -42,6 +55,9 @@ class TokenBatches:
     pack=True gives documents that attention must keep apart: the rows of the batch end to end in one row, with
     `cu_seqlens` at every eot and every window's start, and no target where the next token is another document's. Each
     document begins with its eot, so the model is not trained to predict eot.
+
+    `mixture` with a `share` makes that share of all windows, evenly spaced, made ones; the others are the real windows
+    in the order they would have had, none left out.
     """
 
     def __init__(
@@ -57,6 +73,8 @@ class TokenBatches:
         eot: int | None = None,
         shuffle: bool = True,
         vocab_size: int | None = None,
+        mixture: Windows | None = None,
+        share: float = 0.0,
     ) -> None:
         """`vocab_size`, if given, is checked on every batch; the error names the shard and the token."""
         if batch < 1 or length < 1:
@@ -69,6 +87,9 @@ class TokenBatches:
             raise ValueError("pack=True needs eot, the token that begins each document")
         self.batch, self.length, self.seed, self.rank, self.world = batch, length, seed, rank, world
         self.pack, self.eot, self.shuffle, self.vocab_size = pack, eot, shuffle, vocab_size
+        if not 0 <= share <= 1 or (share > 0) != (mixture is not None):
+            raise ValueError(f"share must lie in 0 to 1, above 0 with a mixture and 0 without one; got {share}")
+        self.mixture, self.share = mixture, share
         self.stream = TokenStream(shards)
         self.windows = (len(self.stream) - 1) // length
         if self.windows < 1:
@@ -82,18 +103,35 @@ class TokenBatches:
 
     @property
     def epoch(self) -> int:
-        return self.position // self.windows
+        return (self.position - self._made(self.position)) // self.windows
+
+    def _made(self, place: int) -> int:
+        """How many of the windows before this place are made ones."""
+        return int(place * self.share)
 
     def __iter__(self) -> TokenBatches:
         return self
 
     def __next__(self) -> Batch:
         first = self.position + self.rank * self.batch
-        rows = np.stack([self._window(index) for index in self._order(first, self.batch)])
+        rows, counted = zip(*self._rows(first))
         self.position += self.batch * self.world
-        tokens = torch.from_numpy(rows)
+        tokens = torch.from_numpy(np.stack(rows))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.mixture is not None:
+            targets.masked_fill_(torch.from_numpy(~np.stack(counted))[:, 1:], IGNORE)
         return self._packed(inputs, targets) if self.pack else Batch(inputs, targets)
+
+    def _rows(self, first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Tokens of each window of this rank's batch, and which of them count."""
+        made = [self._made(place) for place in range(first, first + self.batch + 1)]
+        real = iter(self._order(first - made[0], self.batch - (made[-1] - made[0])))
+        for before, after in pairwise(made):
+            if self.mixture is not None and after > before:
+                tokens, counted = self.mixture.window(before, self.length + 1)
+                yield tokens.astype(np.int64), counted
+            else:
+                yield self._window(next(real)), np.ones(self.length + 1, bool)
 
     def _order(self, first: int, count: int) -> list[int]:
         """Which windows stand at places first to first + count of the endless order."""
@@ -138,8 +176,48 @@ class TokenBatches:
         self.position = int(state["position"])
 
     def _settings(self) -> dict[str, Any]:
-        own = {"length": self.length, "seed": self.seed, "shuffle": self.shuffle, "pack": self.pack, "eot": self.eot}
+        own: dict[str, Any] = {
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "pack": self.pack,
+            "eot": self.eot,
+        }
+        if self.mixture is not None:
+            own |= {"share": self.share, **self.mixture.identity()}
         return own | self._identity
+
+
+class Ahead:
+    """Batches made one ahead, in a thread, while the last one is worked on; the state is that of the last one given."""
+
+    def __init__(self, batches: TokenBatches) -> None:
+        self.batches = batches
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._state = batches.state_dict()
+        self._next: Future[tuple[Batch, dict[str, Any]]] | None = None
+
+    def __iter__(self) -> Ahead:
+        return self
+
+    def __next__(self) -> Batch:
+        made = self._next or self._thread.submit(self._make)
+        batch, self._state = made.result()
+        self._next = self._thread.submit(self._make)
+        return batch
+
+    def _make(self) -> tuple[Batch, dict[str, Any]]:
+        return next(self.batches), self.batches.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._next is not None:
+            self._next.result()
+            self._next = None
+        self.batches.load_state_dict(state)
+        self._state = self.batches.state_dict()
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:

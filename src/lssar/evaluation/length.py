@@ -25,12 +25,16 @@ from lssar.training.sources import eot_of
 LAST_TOKENS = 256
 
 
-def held_out_documents(folder: Path, vocab_size: int, at_least: int) -> list[np.ndarray]:
-    """Documents of at least so many tokens from the held-out shards of a folder."""
+def held_out_shards(folder: Path) -> list[Path]:
     shards = sorted(folder.glob("*val*.bin"))
     if not shards:
         raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
-    documents = list(DocumentReader(shards, eot=eot_of(folder, vocab_size), min_tokens=at_least))
+    return shards
+
+
+def held_out_documents(folder: Path, vocab_size: int, at_least: int) -> list[np.ndarray]:
+    """Documents of at least so many tokens from the held-out shards of a folder."""
+    documents = list(DocumentReader(held_out_shards(folder), eot=eot_of(folder, vocab_size), min_tokens=at_least))
     if not documents:
         raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
     return documents

@@ -12,6 +12,9 @@ from lssar.specs import AttentionSpec
 SCORE_LIMIT = 1e15
 """Largest entry of a row of q or k; beyond it rows are scaled down. Softmax is saturated long before that."""
 
+MOST_MASKED = 2**24
+"""Entries of a dense mask that a call may make."""
+
 
 def why_not(
     q: Tensor, k: Tensor, spec: AttentionSpec, *, causal: bool, masked: bool, return_weights: bool
@@ -25,8 +28,10 @@ def why_not(
         return "masks, windows, packs and padding go through impl='tiled'"
     if return_weights:
         return "it does not form the weights"
-    if causal and q.shape[2] != k.shape[2] and q.shape[2] != 1:
-        return "SDPA's causal mask wants as many queries as keys"
+    if causal and q.shape[2] > k.shape[2]:
+        return "with more queries than keys the first rows see nothing, which SDPA cannot do"
+    if causal and 1 < q.shape[2] < k.shape[2] and q.shape[2] * k.shape[2] > MOST_MASKED:
+        return "SDPA's own causal mask wants as many queries as keys, and these are too many for a dense one"
     if min(*q.shape, *k.shape) == 0:
         return "there is nothing to compute"
     return None
@@ -35,6 +40,9 @@ def why_not(
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal: bool) -> Tensor:
     queries, keys = q.shape[2], k.shape[2]
     causal = causal and queries > 1  # a single query is the last one: it sees all
+    mask = None
+    if causal and queries < keys:  # a few rows against a cache: SDPA's own mask is aligned at the other end
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
     if spec.cosine:
         q, k = unit(q), unit(k)
     elif q.dtype != torch.float16:  # products of float16 numbers cannot leave float32
@@ -43,9 +51,11 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal:
     if spec.log_n:  # a factor that differs from row to row goes into q
         n = torch.full((queries,), float(keys), device=q.device)
         if causal:
-            n = torch.arange(1, queries + 1, device=q.device).float()
+            n = torch.arange(keys - queries + 1, keys + 1, device=q.device).float()
         q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _in_range(x: Tensor) -> Tensor:

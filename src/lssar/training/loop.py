@@ -115,7 +115,7 @@ def _claim(run: Path, recipe: Recipe, w: World) -> None:
     """A folder holds one run: its recipe is written once, and a different one is refused."""
     path = run / "config.json"
     if path.exists():
-        kept = json.loads(path.read_text())["recipe"]
+        kept = Recipe.from_dict(json.loads(path.read_text())["recipe"]).to_dict()  # fields since added: as they were
         changed = {key: value for key, value in recipe.to_dict().items() if kept.get(key) != value}
         changed = {
             key: value for key, value in changed.items() if key not in ("keep", "compile", "save_every", "eval_every")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lssar.configs import check_fields
+from lssar.data.retrieval import TASKS
 from lssar.model import ModelConfig, model_config
 from lssar.specs import spec
 
@@ -38,6 +39,10 @@ class Recipe:
     length: int = 1024
     pack: bool = False
     """Documents do not see each other; otherwise they are simply strung together, as in the paper."""
+    retrieval_share: float = 0.0
+    """Share of the training windows that are documents which ask for retrieval (see docs/evaluation.md)."""
+    retrieval_tasks: tuple[str, ...] = ("passkey", "needles", "recall", "copy")
+    """What those documents are."""
     # optimisation
     steps: int = 18_865
     batch_tokens: int = 524_288
@@ -83,6 +88,11 @@ class Recipe:
             raise ValueError(f"batch_tokens must be a multiple of length; got {self.batch_tokens} and {self.length}")
         if not 0 <= self.decay_share <= 1:
             raise ValueError(f"decay_share must lie in 0..1; got {self.decay_share}")
+        if not 0 <= self.retrieval_share <= 1:
+            raise ValueError(f"retrieval_share must lie in 0..1; got {self.retrieval_share}")
+        for task in self.retrieval_tasks:
+            if task not in TASKS:
+                raise ValueError(f"unknown retrieval task {task!r}; known: {', '.join(TASKS)}")
         if self.lr <= 0 or self.clip <= 0:
             raise ValueError(f"lr and clip must be positive; got {self.lr} and {self.clip}")
         self.model()  # a bad combination is said before anything is loaded
@@ -111,12 +121,17 @@ class Recipe:
         return Recipe.from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"betas": list(self.betas)}
+        return dataclasses.asdict(self) | {name: list(getattr(self, name)) for name in _TUPLES}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Recipe:
         check_fields(cls, fields)
-        return cls(**{**fields, **({"betas": tuple(fields["betas"])} if "betas" in fields else {})})
+        values: dict[str, Any] = {key: tuple(value) if key in _TUPLES else value for key, value in fields.items()}
+        return cls(**values)
+
+
+_TUPLES = ("betas", "retrieval_tasks")
+"""Fields that JSON keeps as lists."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -129,6 +144,16 @@ RECIPES: dict[str, Recipe] = {
     "books-124m": Recipe(
         size="124m", data="data/books", steps=1_600, batch_tokens=65_536, micro_batch=32, lr=8e-4, warmup=100,
         eval_every=200, save_every=500,
+    ),
+    # Text with one window in five that asks for retrieval: small models do not learn it from text alone.
+    "retrieval-51m": Recipe(
+        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, lr=1e-3, warmup=100,
+        retrieval_share=0.2, eval_every=200, save_every=500,
+    ),
+    "retrieval-tiny": Recipe(
+        size="tiny", data="stdlib", vocab_size=257, length=128, steps=1_000, batch_tokens=2_048, micro_batch=16,
+        lr=5e-3, warmup=50, dtype="float32", compile=False, retrieval_share=1.0, retrieval_tasks=("passkey",),
+        eval_every=500, save_every=500,
     ),
     "tiny-cpu": Recipe(
         size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,

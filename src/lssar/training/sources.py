@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lssar.data.batches import TokenBatches
+from lssar.data.batches import Ahead, TokenBatches
+from lssar.data.retrieval import TaskMaker, TrainingDocuments, background_of
 from lssar.data.shards import write_shard
+from lssar.data.stream import TokenStream
 from lssar.data.synthetic import python_stdlib_text
-from lssar.data.tokenizers import load_tokenizer
+from lssar.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_dict
 from lssar.training.distributed import World
 from lssar.training.recipes import Recipe
 
@@ -18,15 +20,13 @@ STDLIB = "stdlib"
 STDLIB_BYTES = 16_000_000
 
 
-def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches, TokenBatches | None]:
+def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches | Ahead, TokenBatches | None]:
     """Training batches, and held-out ones if there are any."""
+    folder = data_folder(recipe, run)
     if recipe.data == STDLIB:
-        folder = run / "data"
         if w.main and not any(folder.glob("*.bin")):
             write_stdlib(folder)
         w.barrier()
-    else:
-        folder = Path(recipe.data)
     train, val = (sorted(folder.glob(f"*{split}*.bin")) for split in ("train", "val"))
     if not train:
         raise FileNotFoundError(
@@ -34,13 +34,45 @@ def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches, TokenB
             f"FOLDER, or --data {STDLIB} for a small text that is always there"
         )
 
-    def batches(shards: list[Path], shuffle: bool) -> TokenBatches:
+    def batches(shards: list[Path], shuffle: bool, mixture: TrainingDocuments | None = None) -> TokenBatches:
         return TokenBatches(
             shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.rank, world=w.size,
             pack=recipe.pack, eot=eot_of(folder, recipe.vocab_size), shuffle=shuffle, vocab_size=recipe.vocab_size,
+            mixture=mixture, share=0.0 if mixture is None else recipe.retrieval_share,
         )  # fmt: skip
 
-    return batches(train, True), batches(val, False) if val else None
+    held_out = batches(val, False) if val else None
+    if not recipe.retrieval_share:
+        return batches(train, True), held_out
+    # Documents take longer to make than to read: they are made while the last batch is trained on.
+    return Ahead(batches(train, True, _retrieval_documents(recipe, folder, train))), held_out
+
+
+def data_folder(recipe: Recipe, run: Path) -> Path:
+    """Where the shards of a run are."""
+    return run / "data" if recipe.data == STDLIB else Path(recipe.data)
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a folder of shards: what its manifest says, else bytes' or GPT-2's by the vocabulary's size."""
+    manifest = folder / "manifest.json"
+    if manifest.exists():
+        return tokenizer_from_dict(json.loads(manifest.read_text())["tokenizer"], folder)
+    by_size = {257: "bytes", 50257: "gpt2"}
+    if vocab_size not in by_size:
+        raise ValueError(
+            f"{str(folder)!r} has no manifest.json that names the tokenizer, and a vocabulary of {vocab_size} ids is "
+            "neither bytes' (257) nor GPT-2's (50257)"
+        )
+    return load_tokenizer(by_size[vocab_size])
+
+
+def _retrieval_documents(recipe: Recipe, folder: Path, shards: list[Path]) -> TrainingDocuments:
+    tokenizer = tokenizer_of(folder, recipe.vocab_size)
+    if tokenizer.vocab_size > recipe.vocab_size:
+        raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids, the recipe {recipe.vocab_size}")
+    maker = TaskMaker(tokenizer, background_of(TokenStream(shards), tokenizer.eot))
+    return TrainingDocuments(maker, recipe.retrieval_tasks, recipe.seed)
 
 
 def eot_of(folder: Path, vocab_size: int) -> int:

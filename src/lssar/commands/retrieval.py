@@ -1,0 +1,193 @@
+"""`lssar eval retrieval`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from lssar.commands.common import console, progress, say_where
+from lssar.commands.evaluate import DEVICE, held_out_folder
+from lssar.data.retrieval import TASKS
+from lssar.evaluation.retrieval import DEPTHS
+from lssar.records import command_line, environment, write_json
+
+Rule = Literal["greedy", "choice"]
+
+
+@dataclass
+class Retrieval:
+    """Passkey, needles in held-out text, associative recall and selective copy, by length and depth.
+
+    The figures are written after every task and length; the same command goes on where it ended, and a command with
+    other runs, lengths or tasks and the same --out adds to what is there."""
+
+    runs: tyro.conf.Positional[list[Path]]
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    """Of the training length."""
+    samples: int = 16
+    """Contexts at each length; for the passkey at each length and depth."""
+    depths: list[float] = field(default_factory=lambda: list(DEPTHS))
+    """Where passkey and needles stand: 0 is the start of the context, 1 its end."""
+    ntk: Literal["off", "length"] = "off"
+    """Rotary base as trained, or stretched by length (NTK-aware)."""
+    window: int | None = None
+    """Read the runs through a sliding window of so many tokens."""
+    data: Path | None = None
+    """Folder of shards whose held-out documents the needles are put in; the run's own, if not given."""
+    seed: int = 0
+    batch_tokens: int | None = None
+    """Tokens read at once: 524,288 on a GPU, 16,384 on a CPU, if not given."""
+    stop_after: float | None = None
+    """Seconds after which no further task and length is begun; the same command goes on later."""
+    device: str = DEVICE
+    out: Path = Path("out/retrieval")
+    """Path without suffix for the .json, .png and .svg."""
+    overwrite: bool = False
+    """Begin anew where there are figures of other settings."""
+
+    def run(self) -> None:
+        from lssar.plots import plot_retrieval
+        from lssar.training.loop import load_run
+
+        self._check()
+        result = self._begin()
+        began = time.monotonic()
+        for folder in self.runs:
+            model, recipe, step = load_run(folder, self.device)
+            arm = self._arm(result, folder, recipe, step)
+            todo = list(self._todo(arm, recipe.length))
+            maker = self._maker(folder, recipe)
+            dtype = torch.bfloat16 if self.device.startswith("cuda") and recipe.dtype == "bfloat16" else None
+            with progress() as bar:
+                bars = bar.add_task(arm["label"], total=len(todo))
+                for task, length in todo:
+                    if self.stop_after is not None and time.monotonic() - began > self.stop_after:
+                        break
+                    bar.update(bars, description=f"{arm['label']}: {task}, {length:,} tokens")
+                    arm["rows"].append(self._measure(model, maker, task, length, dtype))
+                    write_json(self._json, result, overwrite=True)
+                    bar.advance(bars)
+            del model
+        if not any(arm["rows"] for arm in result["arms"]):
+            raise ValueError("--stop-after left no time for a single task and length")
+        for rule in ("greedy", "choice"):
+            console.print(retrieval_table(result, rule))
+        console.print("In brackets the 95% Wilson interval. " + CHANCE, highlight=False)
+        files = [self._json]
+        for suffix in (".png", ".svg"):
+            files.append(plot_retrieval(result, self.out.with_suffix(suffix), overwrite=True))
+        say_where(files)
+        missing = sum(1 for arm in result["arms"] for _ in self._todo(arm, arm["train_length"]))
+        if missing:
+            console.print(f"{missing} of the tasks and lengths are left; the same command goes on", highlight=False)
+
+    @property
+    def _json(self) -> Path:
+        return self.out.with_suffix(".json")
+
+    def _check(self) -> None:
+        if unknown := [task for task in self.tasks if task not in TASKS]:
+            raise ValueError(f"unknown retrieval task {unknown[0]!r}; known: {', '.join(TASKS)}")
+        if self.samples < 1 or min(self.multiples, default=0) < 1:
+            raise ValueError("samples and multiples must be at least 1")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths must lie in 0 to 1; got {self.depths}")
+
+    def _begin(self) -> dict[str, Any]:
+        """What is there already, if it was made with the same settings."""
+        settings = {"samples": self.samples, "depths": self.depths, "seed": self.seed}
+        if self._json.exists() and not self.overwrite:
+            kept = json.loads(self._json.read_text())
+            if kept.get("settings") != settings:
+                raise FileExistsError(
+                    f"{self._json} holds figures with other settings ({kept.get('settings')}); give another --out, or "
+                    "--overwrite"
+                )
+            return kept
+        return {"settings": settings, "arms": []}
+
+    def _arm(self, result: dict[str, Any], folder: Path, recipe: Any, step: int) -> dict[str, Any]:
+        window = self.window if self.window is not None else recipe.window
+        power = "" if recipe.p is None else f", p={recipe.p:g}"
+        label = recipe.attention + power + (", NTK" if self.ntk == "length" else "")
+        label += f", window {window}" if window is not None else ""
+        identity = {"run": folder.name, "step": step, "ntk": self.ntk, "window": window}
+        for arm in result["arms"]:
+            if all(arm[key] == value for key, value in identity.items()):
+                return arm
+        arm = {
+            **identity, "label": label, "attention": recipe.attention, "train_length": recipe.length,
+            "recipe": recipe.to_dict(), "command": command_line(), "environment": environment(), "rows": [],
+        }  # fmt: skip
+        result["arms"].append(arm)
+        return arm
+
+    def _todo(self, arm: dict[str, Any], train_length: int) -> Iterator[tuple[str, int]]:
+        done = {(row["task"], row["length"]) for row in arm["rows"]}
+        for multiple in sorted(self.multiples):
+            for task in self.tasks:
+                if (task, train_length * multiple) not in done:
+                    yield task, train_length * multiple
+
+    def _maker(self, folder: Path, recipe: Any) -> Any:
+        from lssar.data.retrieval import TaskMaker, background_of
+        from lssar.data.stream import TokenStream
+        from lssar.evaluation.length import held_out_shards
+        from lssar.training.sources import data_folder, tokenizer_of
+
+        own, held_out = data_folder(recipe, folder), held_out_folder(folder, recipe, self.data)
+        tokenizer = tokenizer_of(own if own.exists() else held_out, recipe.vocab_size)
+        text = None
+        if "needles" in self.tasks:
+            text = background_of(TokenStream(held_out_shards(held_out)), tokenizer.eot)
+        return TaskMaker(tokenizer, text)
+
+    def _measure(self, model: Any, maker: Any, task: str, length: int, dtype: torch.dtype | None) -> dict[str, Any]:
+        from lssar.evaluation.retrieval import evaluate_retrieval
+
+        batch_tokens = self.batch_tokens or (524_288 if self.device.startswith("cuda") else 16_384)
+        start = time.perf_counter()
+        row = evaluate_retrieval(
+            model, maker, task, length, samples=self.samples, depths=self.depths, seed=self.seed, ntk=self.ntk,
+            window=self.window, batch_tokens=batch_tokens, dtype=dtype,
+        )  # fmt: skip
+        return row | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+CHANCE = "Chance: 0 for greedy (one in 90,000 numbers), one in the number of answers offered for choice."
+
+
+def retrieval_table(result: dict[str, Any], rule: Rule) -> Table:
+    what = {"greedy": "decoded right, %", "choice": "right answer likeliest, %"}[rule]
+    multiples = sorted({row["length"] // arm["train_length"] for arm in result["arms"] for row in arm["rows"]})
+    table = Table(title=f"{what}, by multiple of the training length")
+    table.add_column("task")
+    table.add_column("run")
+    for multiple in multiples:
+        table.add_column(f"{multiple}x", justify="right")
+    for task in dict.fromkeys(row["task"] for arm in result["arms"] for row in arm["rows"]):
+        for arm in result["arms"]:
+            rows = {row["length"] // arm["train_length"]: row for row in arm["rows"] if row["task"] == task}
+            if not any(rule in row for row in rows.values()):
+                continue
+            chance = next((f" (chance {100 * row['chance']:.0f})" for row in rows.values() if "chance" in row), "")
+            name = task + (chance if rule == "choice" else "")
+            table.add_row(name, arm["label"], *(_cell(rows.get(m), rule) for m in multiples))
+        table.add_section()
+    return table
+
+
+def _cell(row: dict[str, Any] | None, rule: Rule) -> str:
+    if row is None or rule not in row:
+        return "-"
+    found = row[rule]
+    return f"{100 * found['rate']:.0f} ({100 * found['low']:.0f}-{100 * found['high']:.0f})"

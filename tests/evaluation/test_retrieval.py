@@ -1,0 +1,164 @@
+"""The scores are the model's: against a model that reads everything anew, and against ones whose answers are known."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lssar.cli import main
+from lssar.data.retrieval import TASKS, TaskMaker
+from lssar.data.tokenizers import load_tokenizer
+from lssar.evaluation.retrieval import evaluate_retrieval, samples_of, wilson
+from lssar.model import GPT, ModelConfig
+from lssar.specs import spec
+
+DEPTHS = (0.0, 0.5, 1.0)
+
+
+@pytest.fixture
+def maker() -> TaskMaker:
+    return TaskMaker(load_tokenizer("bytes"), lambda rng, count: rng.integers(97, 123, count))
+
+
+def model_of(attention: str = "lssar") -> GPT:
+    torch.manual_seed(0)
+    config = ModelConfig(layers=2, width=32, heads=2, vocab_size=257, train_length=128, attention=spec(attention))
+    model = GPT(config).eval()
+    with torch.no_grad():  # an untrained model is near enough to uniform for ties; this one has opinions
+        model.embed.weight *= 10
+    return model
+
+
+def test_wilson():
+    """Figures of the R package `binom`, method "wilson"."""
+    found = wilson(8, 10)
+    assert (found["low"], found["high"]) == pytest.approx((0.4901625, 0.9433178), abs=1e-4)
+    assert wilson(0, 16)["low"] == 0.0
+    assert wilson(0, 16)["high"] == pytest.approx(0.1936, abs=1e-3)
+    assert wilson(16, 16)["high"] == 1.0
+    with pytest.raises(ValueError, match="nothing"):
+        wilson(0, 0)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("ntk", ["off", "length"])
+def test_the_cache_gives_what_reading_anew_gives(maker, task, ntk):
+    model, length = model_of(), 256
+    found = evaluate_retrieval(model, maker, task, length, samples=2, depths=DEPTHS, batch_tokens=3 * length, ntk=ntk)
+    nats, greedy, choice = [], [], []
+    model.ntk = 2.0 if ntk == "length" else "off"
+    for sample in samples_of(maker, task, length, 2, DEPTHS, seed=0):
+        for query in sample.queries:
+            scores = [direct(model, sample.context, query.prompt, a) for a in (query.answer, *query.others)]
+            nats.append(-scores[0][0])
+            greedy.append(scores[0][1])
+            choice.append(scores[0][0] > max((s for s, _ in scores[1:]), default=-np.inf))
+    assert found["nats"] == pytest.approx(np.mean(nats), rel=1e-3)
+    assert found["greedy"]["right"] == sum(greedy)
+    assert found["greedy"]["of"] == len(greedy)
+    if task == "copy":
+        assert "choice" not in found
+    else:
+        assert found["choice"]["right"] == sum(choice)
+        assert found["chance"] == pytest.approx(1 / (1 + len(query.others)))
+        assert sum(cell["choice"]["right"] for cell in found["cells"]) == sum(choice)
+    assert len(found["cells"]) == (8 if task == "copy" else 3)
+    assert (model.ntk, model.window) == (2.0 if ntk == "length" else "off", None)
+
+
+@torch.no_grad()
+def direct(model, context, prompt, answer) -> tuple[float, bool]:
+    """Log-likelihood of the answer, and whether it is the likeliest at each token: one forward over everything."""
+    ids = torch.from_numpy(np.concatenate([context, prompt, answer]))[None]
+    logits = model(ids[:, :-1])[0, -len(answer) :].log_softmax(-1)
+    right = torch.from_numpy(np.asarray(answer))
+    return float(logits.gather(1, right[:, None]).sum()), bool((logits.argmax(-1) == right).all())
+
+
+class Oracle(GPT):
+    """Answers every question right, by looking for the prompt's last tokens in what it has read."""
+
+    def __init__(self, depth_it_sees: float = 0.0):
+        super().__init__(ModelConfig(layers=1, width=8, heads=1, vocab_size=257, train_length=128))
+        self.sees = depth_it_sees
+
+    def hidden(self, ids, cache=None, cu_seqlens=None):
+        kept = cache.layers[0]
+        if not kept.tensors:
+            kept.tensors = [torch.zeros(ids.shape[0], kept.room, dtype=torch.int64)]
+        kept.tensors[0][:, kept.length : kept.length + ids.shape[1]] = ids
+        kept.length += ids.shape[1]
+        return torch.stack([self._next(kept.tensors[0][:, : kept.length - i]) for i in range(ids.shape[1])][::-1], 1)
+
+    def _next(self, seen):
+        rows = []
+        for row in seen.tolist():
+            places = [i for i in range(int(self.sees * len(row)), len(row) - 1) if row[i - 8 : i] == row[-8:]]
+            rows.append(row[places[0]] if places else 0)
+        return torch.tensor(rows)
+
+    def logits(self, hidden):
+        return 20.0 * torch.nn.functional.one_hot(hidden, 257).float()
+
+
+def test_one_who_sees_all_is_right_and_one_who_sees_half_is_half_right(maker):
+    found = evaluate_retrieval(Oracle(), maker, "needles", 400, samples=3, depths=DEPTHS)
+    assert found["greedy"]["rate"] == found["choice"]["rate"] == 1.0
+    assert found["nats"] < 1e-3
+    half = evaluate_retrieval(Oracle(0.4), maker, "needles", 400, samples=3, depths=DEPTHS)
+    assert [cell["greedy"]["rate"] for cell in half["cells"]] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lssar", "cosine_softmax"])
+def test_a_window_hides_what_is_behind_it(maker, attention):
+    """Through a window of 20 over two layers nothing further back than 38 tokens can matter."""
+    model = model_of(attention)
+    rows = []
+    for fill in (98, 99):
+        plain = TaskMaker(load_tokenizer("bytes"), lambda rng, count, fill=fill: np.full(count, fill))
+        rows.append(evaluate_retrieval(model, plain, "needles", 400, samples=1, depths=(0.1, 0.9), window=20))
+    assert rows[0]["nats"] != rows[1]["nats"]  # the question itself stands near the text
+    near = evaluate_retrieval(model, maker, "recall", 600, samples=2, window=20)
+    whole = evaluate_retrieval(model, maker, "recall", 600, samples=2)
+    assert near["nats"] != whole["nats"]
+    model.window = 20
+    assert evaluate_retrieval(model, maker, "recall", 600, samples=2) == near  # as trained
+    assert model.window == 20
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    """A run trained for nothing, read at 1x and 2x; then the same command goes on, adds an arm, and refuses."""
+    monkeypatch.chdir(tmp_path)
+    main(["train", "retrieval-tiny", "--steps", "1", "--length", "256", "--micro-batch", "8", "--out", "run"])
+    arguments = ["eval", "retrieval", "run", "--multiples", "1", "2", "--samples", "2", "--device", "cpu", "--out", "r"]
+    main([*arguments, "--tasks", "passkey", "recall"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    (arm,) = result["arms"]
+    assert [(row["task"], row["length"]) for row in arm["rows"]] == [
+        ("passkey", 256), ("recall", 256), ("passkey", 512), ("recall", 512),
+    ]  # fmt: skip
+    assert arm["rows"][0]["greedy"]["of"] == 10
+    assert {"torch", "commit"} <= set(arm["environment"])
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert (tmp_path / "r.svg").exists()
+
+    main([*arguments, "--window", "64"])
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [arm["label"] for arm in result["arms"]] == ["lssar", "lssar, window 64"]
+    assert result["arms"][0] == arm
+    assert len(result["arms"][1]["rows"]) == 2 * len(TASKS)
+    said = capsys.readouterr().out
+    assert "window 64" in said
+    assert "chance 10" in said
+
+    for words, message in (
+        (["--samples", "3"], "holds figures with other settings"),
+        (["--tasks", "fly"], "unknown retrieval task 'fly'"),
+        (["--depths", "2"], "depths must lie in 0 to 1"),
+        (["--out", "new", "--stop-after", "-1"], "left no time"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, *words])
+        assert message in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "r.json").read_text()) == result
