@@ -207,3 +207,25 @@ def test_same_bits_every_time():
     do = torch.randn(1, 4, 257, 16)
     first, second = (with_gradients(lssar.attention, inputs, do) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("name", ["softmax", "cosine_softmax", "ssmax"])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_a_few_rows_against_a_cache_through_sdpa(name, rows):
+    """SDPA aligns its own causal mask at the other end, and log n goes by the key's place, not the row's."""
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (rows, 20, 20))
+    torch.testing.assert_close(
+        lssar.attention(q, k, v, name, impl="fused"), lssar.attention(q, k, v, name, impl="reference")
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssar", "lssa", "cosine_softmax"])
+@pytest.mark.parametrize(("rows", "window"), [(1, 7), (4, 7), (30, 7), (30, 30), (30, 100), (1, 100)])
+def test_keys_behind_a_window_are_not_read(name, rows, window):
+    q, k, v = (torch.randn(1, 2, n, 16, dtype=torch.float64) for n in (rows, 30, 30))
+    whole = lssar.attention(q, k, v, name, window=window, impl="reference", return_weights=True)[0]
+    for impl in ("tiled", "reference", "auto"):
+        torch.testing.assert_close(lssar.attention(q, k, v, name, window=window, impl=impl), whole)
+    if rows + window <= 30:
+        k[:, :, : 30 - rows - window + 1] = v[:, :, : 30 - rows - window + 1] = torch.nan
+        torch.testing.assert_close(lssar.attention(q, k, v, name, window=window), whole)
