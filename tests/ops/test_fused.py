@@ -207,6 +207,37 @@ def test_gpu_grid(dtype, D):
             compare(*tensors(B=2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype), p=p, note=f"L {L} p {p}")
 
 
+LONG_VIEWS = {
+    **{name: view for name, view in VIEWS.items() if "pack" not in name},
+    "window": {"window": 100},
+    "full window": {"causal": False, "window": 100},
+    "pack": {"cu_seqlens": torch.tensor([0, 3, 140, 141, 300])},
+    "full pack": {"causal": False, "cu_seqlens": torch.tensor([0, 3, 140, 141, 300])},
+    "padding": {"key_lengths": torch.tensor([300, 131])},
+    "full padding": {"causal": False, "key_lengths": torch.tensor([1, 200])},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("view", LONG_VIEWS)
+def test_gpu_what_rows_see(view, D, dtype):
+    """Several tiles long, and at the head sizes that have kernels of their own on Hopper."""
+    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in LONG_VIEWS[view].items()}
+    for p in (15, 3, None):
+        for group in (1, 4):
+            inputs = tensors(B=1 if "pack" in view else 2, Hq=4, Hkv=4 // group, Lq=300, D=D, dtype=dtype)
+            compare(*inputs, p=p, note=f"p {p} group {group}", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("Lq", "Lk"), [(1, 300), (70, 300), (129, 257), (1024, 1024)])
+def test_gpu_fewer_rows_than_keys(Lq, Lk, D):
+    compare(*tensors(Hq=2, Hkv=2, Lq=Lq, Lk=Lk, D=D, dtype=torch.bfloat16), p=15)
+
+
 @pytest.mark.gpu
 def test_gpu_same_bits_every_run():
     q, k, v, do = tensors(B=2, Hq=4, Hkv=2, Lq=777, D=64, dtype=torch.bfloat16)

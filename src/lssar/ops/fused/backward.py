@@ -75,8 +75,7 @@ def query_gradient_kernel(
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and five numbers a row for the dk, dv kernel: slope and intercept of weights, dO.O, the row's mean of g, and
-    with EXACT_QUERIES what the queries left there have to be multiplied by, else 1 / Z (which slope then lacks)."""
+    """dq, and what the dk, dv kernel needs of each row (store_row_values)."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     program = tl.program_id(0)
     head = program // blocks
@@ -128,31 +127,57 @@ def query_gradient_kernel(
         D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES,
     )  # fmt: skip
 
-    inverse_z = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
-    kappa = 2.0 * P * slope * inverse_z * bound  # undoes unit_scale
     mean = tl.sum(g_lanes, 1) * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
     scale = score_scale(n, LOG_D)  # c_i log2(e)
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * mean[:, None]
+    kappa = 2.0 * P * slope * reciprocal(z) * bound  # undoes unit_scale
     dq = unit_rows_backward(grad_unit * (kappa * scale)[:, None], raw_q)
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
+    to_unit = scale * 0.0
     if EXACT_QUERIES:  # unit_q has served: its rows take bfloat16 queries for the dk, dv kernel
         exact_q, to_unit = exact_unit_rows(raw_q)
         exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
+    store_row_values(
+        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
+        P, EXACT_QUERIES,
+    )  # fmt: skip
+
+
+@triton.jit
+def reciprocal(z):
+    return tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
+
+
+@triton.jit
+def store_row_values(
+    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score,
+    P: tl.constexpr, EXACT_QUERIES: tl.constexpr,
+):  # fmt: skip
+    """Six numbers a row for the dk, dv kernel, zeros for rows past the last.
+
+    Slope and intercept of weights; factor and offset that make dO.v the gradient of a weight; the row's mean of g; and
+    with EXACT_QUERIES what products with the queries left there are to be multiplied by for scores, else 1 / Z (which
+    the weights then lack).
+    """
+    if EXACT_QUERIES:
         root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
-        row_factor = scale * to_unit
+        slope, intercept = slope * root, intercept * root
+        mean *= to_score
+        row_factor = to_score
     else:
-        root = inverse_z * 0.0 + 1.0
-        row_factor = inverse_z
-    tl.store(rows_ptr + at, slope * root, mask=inside)
-    tl.store(rows_ptr + row_plane + at, intercept * root, mask=inside)
-    tl.store(rows_ptr + 2 * row_plane + at, delta, mask=inside)
-    tl.store(rows_ptr + 3 * row_plane + at, mean * kappa, mask=inside)
-    tl.store(rows_ptr + 4 * row_plane + at, row_factor, mask=inside)
+        row_factor = reciprocal(z)
+    factor = 2.0 * P * slope * row_factor
+    tl.store(rows_ptr, slope, mask=inside)
+    tl.store(rows_ptr + row_plane, intercept, mask=inside)
+    tl.store(rows_ptr + 2 * row_plane, factor, mask=inside)
+    tl.store(rows_ptr + 3 * row_plane, saturate(delta * factor, tl.float32), mask=inside)
+    tl.store(rows_ptr + 4 * row_plane, mean, mask=inside)
+    tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
 
 
 @triton.jit
@@ -170,17 +195,15 @@ def _key_sums(
         q = read_tile(q_ptr, start, Lq, D, offsets, columns, D, TMA)  # [M, D]
         do = read_tile(do_ptr, start, Lq, do_stride, offsets, columns, D, TMA)  # [M, D]
         x = dot(q, k_t, PRECISION=DOT)  # [M, N]
-        rows = start + offsets
-        inside = rows < Lq
-        slope = tl.load(rows_ptr + rows, mask=inside, other=0.0)  # [M]
-        intercept = tl.load(rows_ptr + row_plane + rows, mask=inside, other=0.0)
-        delta = tl.load(rows_ptr + 2 * row_plane + rows, mask=inside, other=0.0)
-        mean = tl.load(rows_ptr + 3 * row_plane + rows, mask=inside, other=0.0)
-        row_factor = tl.load(rows_ptr + 4 * row_plane + rows, mask=inside, other=0.0)
-        factor = 2.0 * P * slope * row_factor
+        rows = start + offsets  # the values of rows past the last are zeros
+        slope = tl.load(rows_ptr + rows)  # [M]
+        intercept = tl.load(rows_ptr + row_plane + rows)
+        factor = tl.load(rows_ptr + 2 * row_plane + rows)
+        offset = tl.load(rows_ptr + 3 * row_plane + rows)
+        mean = tl.load(rows_ptr + 4 * row_plane + rows)
+        row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
         if EXACT_QUERIES:
             x = x * row_factor[:, None] * key_scale[None, :]
-            mean *= row_factor
         masked = (start < full_lo) | (start + M > full_hi)
         if masked:
             row_start, row_stop = visible_keys(
@@ -201,7 +224,7 @@ def _key_sums(
             weight = tl.where(x > HIDDEN, weight, 0.0)
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
         dp = dot(do, v_t, PRECISION=DOT)  # [M, N], as late as can be: registers
-        ds = (dp - delta[:, None]) * factor[:, None]
+        ds = dp * factor[:, None] - offset[:, None]
         if REWEIGHT:
             ds = ds * y - mean[:, None]
         ds = ds * sigma

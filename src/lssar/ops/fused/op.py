@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 
 import torch
 import triton
@@ -14,6 +16,8 @@ from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
 
 NORMALIZE_BLOCK = 32
+ROW_PLANES = 8
+"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper.py."""
 LOG_DEGREES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors have no use for bf16's exponent: fp16 copies round the scores eight times more finely."""
@@ -76,6 +80,18 @@ class _Call:
         return unit_q, unit_k
 
 
+@functools.cache
+def hopper_kernels(d: int) -> tuple | None:
+    """The kernels of hopper.py where they apply; LSSAR_GLUON=0 turns them off."""
+    if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON") == "0":
+        return None
+    from lssar.ops.fused import hopper
+
+    return hopper.query_gradient_kernel, hopper.key_gradient_kernel
+
+
 def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """First key and one past the last key of the document of each position, int32 (total,)."""
     cu = cu_seqlens.to(torch.int64)
@@ -117,27 +133,34 @@ def _backward(
         do = do.contiguous()
     v_max = q.new_zeros(1, dtype=torch.float32)
     unit_q, unit_k = call.normalize(q, k, v, v_max)
-    to_keys = call.per_row(5, q)
+    to_keys = call.per_row(ROW_PLANES, q)
+    if call.Lq % 128:
+        to_keys.zero_()  # rows past the last are read too
     exact_queries = call.score_dtype != q.dtype  # ds q needs the range of q's own dtype
     shared = (to_keys.stride(1), to_keys.stride(0), call.Hq, call.Hkv, *call.visibility)
     constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
 
+    aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
+    by_hand = exact_queries and aligned and hopper_kernels(call.D)
+    query_kernel, key_kernel = by_hand or (query_gradient_kernel, key_gradient_kernel)
+    suffix = "_hopper" if by_hand else ""
+
     def run_queries(tile, tile_constants):
-        query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        query_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
             *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
             **constants, **tile_constants,
         )  # fmt: skip
 
     def run_keys(tile, tile_constants):
-        key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
+        key_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
             *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             *shared, **constants, **tile_constants,
         )  # fmt: skip
 
-    launch("query_gradient", call.D, call.itemsize, tma_aligned(unit_k, v), run_queries)
-    launch("key_gradient", call.D, call.itemsize, tma_aligned(unit_q, do), run_keys)
+    launch("query_gradient" + suffix, call.D, call.itemsize, aligned, run_queries)
+    launch("key_gradient" + suffix, call.D, call.itemsize, aligned, run_keys)
     return dq, dk, dv
 
 

@@ -69,6 +69,11 @@ HOPPER: dict[Key, Tile] = {
     ("key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("key_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient", 256, 2): Tile(64, 32, 8, 2),
+    # hopper.py: one warp group a program
+    ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
+    ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
+    ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
+    ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)

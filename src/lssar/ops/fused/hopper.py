@@ -1,0 +1,469 @@
+"""Backward kernels for Hopper in Gluon: the arithmetic of backward.py with its products issued by hand.
+
+Triton waits for a product right after asking for it, so tensor cores and arithmetic take turns. Here each product is
+asked for early and waited for late. A step has four: two give scores and dO.v, two add to the gradients, and the
+arithmetic between runs while others are under way. Tiles come through a ring of shared memory, filled by the tensor
+memory accelerator. One warp group a program, two programs a multiprocessor.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from lssar.ops.fused.backward import reciprocal, store_row_values
+from lssar.ops.fused.primitives import (
+    FIRST_ROWS,
+    HIDDEN,
+    exact_unit_rows,
+    inverse_norms,
+    lane_sum,
+    power,
+    saturate,
+    score_scale,
+    sigmoid2,
+    softplus2,
+    unit_rows_backward,
+    visible_keys,
+    visible_rows,
+)
+
+ROW_PLANES = gl.constexpr(8)
+"""Rows of numbers that the dq kernel leaves for the dk, dv kernel; six are used."""
+
+
+@gluon.jit
+def _ring(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """Shared memory for STAGES tiles [ROWS, D]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], layout)
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    return barriers
+
+
+@gluon.jit
+def _descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        ptr, [gl.maximum(length, 1), D], [gl.cast(stride, gl.int64), 1], [ROWS, D], layout
+    )
+
+
+@gluon.jit
+def _fetch(a, a_ring, b, b_ring, barriers, start, stage, pred):
+    """Ask for the tiles of a and b that begin at row start; their barrier tells when both are there."""
+    barrier = barriers.index(stage)
+    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
+    mbarrier.expect(barrier, bytes, pred=pred)
+    tma.async_copy_global_to_shared(a, [start, 0], barrier, a_ring.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(b, [start, 0], barrier, b_ring.index(stage), pred=pred)
+
+
+@gluon.jit
+def _load_rows(ptr, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """[ROWS, D] in registers, zeros past stop."""
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    return gl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
+
+
+@gluon.jit
+def _store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gl.store(pointers, saturate(value, ptr.dtype.element_ty), mask=(rows < stop)[:, None])
+
+
+@gluon.jit
+def _quarters(x):
+    """[N, M] as four [N, M / 4] of neighbouring columns; nothing moves, the columns lie in registers of their own."""
+    N: gl.constexpr = x.shape[0]
+    M: gl.constexpr = x.shape[1]
+    x = x.reshape([N, 4, M // 4]).permute((0, 2, 1)).reshape([N, M // 4, 2, 2])
+    even, odd = gl.split(x)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return x0, x1, x2, x3
+
+
+@gluon.jit
+def _from_quarters(x0, x1, x2, x3, layout: gl.constexpr):
+    N: gl.constexpr = x0.shape[0]
+    M: gl.constexpr = x0.shape[1] * 4
+    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))
+    return gl.convert_layout(x.reshape([N, M // 4, 4]).permute((0, 2, 1)).reshape([N, M]), layout)
+
+
+@gluon.jit
+def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr):
+    """Ask for the ROW_PLANES values of rows start..start + M; of any rows, where those do not exist."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, ROW_PLANES * M, layout)
+    at = (at // M).to(gl.int64) * plane + gl.minimum(start, row_stride - M) + at % M
+    async_copy.async_copy_global_to_shared(ring.index(stage), ptr + gl.max_contiguous(gl.multiple_of(at, 4), 4))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _weight_and_ds(
+    x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
+    layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    COLUMNS: gl.constexpr = x.shape[1]
+    slope = row_values.slice(0 * M + FIRST, COLUMNS).load(layout)[None, :]
+    intercept = row_values.slice(1 * M + FIRST, COLUMNS).load(layout)[None, :]
+    factor = row_values.slice(2 * M + FIRST, COLUMNS).load(layout)[None, :]
+    offset = row_values.slice(3 * M + FIRST, COLUMNS).load(layout)[None, :]
+    mean = row_values.slice(4 * M + FIRST, COLUMNS).load(layout)[None, :]
+    row_factor = row_values.slice(5 * M + FIRST, COLUMNS).load(layout)[None, :]
+    x = x * row_factor * key_scale
+    if MASKED:
+        seen = (keys >= row_start) & (keys < row_stop)
+        x = gl.where(seen, x, HIDDEN)
+    two_a = softplus2(x, LOG_DEGREE)
+    ds = dp * factor - offset
+    if REWEIGHT:
+        w = gl.maximum(two_a * slope + intercept, 0.0)
+        y = power(w, P - 1)
+        weight = y * w
+        if MASKED:  # a flat row would give hidden keys weight too
+            weight = gl.where(seen, weight, 0.0)
+        ds = ds * y - mean
+    else:
+        weight = two_a * slope
+    return weight, ds * sigmoid2(x, two_a, LOG_DEGREE)
+
+
+@gluon.jit
+def _weights_and_ds(
+    x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+    element: gl.constexpr, layout: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
+
+    Four times a quarter: with the whole tile in every step of the arithmetic, registers run out.
+    """
+    N: gl.constexpr = x.shape[0]
+    M: gl.constexpr = x.shape[1]
+    xs = _quarters(x)
+    dps = _quarters(dp)
+    quarter_layout: gl.constexpr = xs[0].type.layout
+    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, quarter_layout))[:, None]
+    keys = (first_key + gl.arange(0, N, gl.SliceLayout(1, quarter_layout)))[:, None]
+    weights = ()
+    gradients = ()
+    for i in gl.static_range(4):
+        row_start, row_stop = keys, keys
+        if MASKED:
+            rows = start + i * (M // 4) + gl.arange(0, M // 4, gl.SliceLayout(0, quarter_layout))
+            row_start, row_stop = visible_keys(
+                rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+            )
+            row_start, row_stop = row_start[None, :], row_stop[None, :]
+        weight, ds = _weight_and_ds(
+            xs[i], dps[i], key_scale, row_values, row_start, row_stop, keys, i * (M // 4), M,
+            P, REWEIGHT, LOG_DEGREE, MASKED,
+        )  # fmt: skip
+        weights = weights + (weight.to(element),)
+        gradients = gradients + (ds.to(element),)
+    weight = _from_quarters(weights[0], weights[1], weights[2], weights[3], layout)
+    ds = _from_quarters(gradients[0], gradients[1], gradients[2], gradients[3], layout)
+    return weight, ds
+
+
+@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+    v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
+    raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
+    dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, TMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
+    registers straight into the products with dO and q."""
+    blocks = gl.cdiv(Lk, BLOCK_N)
+    program = gl.program_id(0)
+    head_kv = program // blocks
+    first_key = program % blocks * BLOCK_N  # under a causal mask the first keys have the most rows
+    b, h_kv = head_kv // Hkv, head_kv % Hkv
+    group = Hq // Hkv
+    b64, h64 = b.to(gl.int64), h_kv.to(gl.int64)
+    v_ptr += b64 * v_stride_b + h64 * v_stride_h
+    raw_k_ptr += b64 * raw_k_stride_b + h64 * raw_k_stride_h
+    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
+    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
+
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])  # [N, M]
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [N, D]
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [N, M], left factor
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    element: gl.constexpr = do_ptr.dtype.element_ty
+
+    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    last_key = gl.minimum(first_key + BLOCK_N, Lk) - 1
+    row_lo, row_hi, full_lo, full_hi = visible_rows(
+        first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )
+    if first_key + BLOCK_N > key_stop:  # a ragged block has no tile without a mask
+        full_hi = 0
+    if first_key >= key_stop:
+        row_hi = row_lo
+    row_lo = row_lo // BLOCK_M * BLOCK_M
+    raw_k = _load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
+    key_scale = gl.convert_layout(inverse_norms(raw_k.to(gl.float32)), gl.SliceLayout(1, score_layout))  # [N]
+
+    k_ring, v_ring = _ring(element, 1, BLOCK_N, D), _ring(element, 1, BLOCK_N, D)
+    q_ring, do_ring = _ring(element, STAGES, BLOCK_M, D), _ring(element, STAGES, BLOCK_M, D)
+    values_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    values_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_PLANES * BLOCK_M], values_layout)
+    keys_ready, rows_ready = _barriers(1), _barriers(STAGES)
+    k_tiles = _descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
+    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    _fetch(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
+    mbarrier.wait(keys_ready.index(0), 0)
+    k, v = k_ring.index(0), v_ring.index(0)
+
+    steps = gl.cdiv(gl.maximum(row_hi - row_lo, 0), BLOCK_M)
+    before = 0  # steps of the heads of the group that are done
+    dk = gl.zeros([BLOCK_N, D], gl.float32, sum_layout)
+    dv = gl.zeros([BLOCK_N, D], gl.float32, sum_layout)
+    nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, score_layout)
+    for member in range(group):
+        h = (h_kv * group + member).to(gl.int64)
+        head = b64 * Hq + h
+        q_tiles = _descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
+        do_tiles = _descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
+        row_values = rows_ptr + head * row_stride
+        for step in gl.static_range(STAGES - 1):
+            start = row_lo + step * BLOCK_M
+            stage = (before + step) % STAGES
+            _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
+            _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, BLOCK_M)
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        for step in range(steps):
+            start = row_lo + step * BLOCK_M
+            at = before + step
+            q, do = q_ring.index(at % STAGES), do_ring.index(at % STAGES)
+            mbarrier.wait(rows_ready.index(at % STAGES), at // STAGES & 1)
+            score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
+            value = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
+            async_copy.wait_group(STAGES - 2)
+            dk, dv, x, dp = warpgroup_mma_wait(0, (dk, dv, score, value))
+            gl.thread_barrier()  # every warp is done with the stage before, and has its row values
+            ahead, free = start + (STAGES - 1) * BLOCK_M, (at + STAGES - 1) % STAGES
+            _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
+            _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
+            tile_values = values_ring.index(at % STAGES)
+            if (start < full_lo) | (start + BLOCK_M > full_hi):
+                weight, ds = _weights_and_ds(
+                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True,
+                )  # fmt: skip
+            else:
+                weight, ds = _weights_and_ds(
+                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False,
+                )  # fmt: skip
+            dv = warpgroup_mma(weight, do, dv, is_async=True)
+            dk = warpgroup_mma(ds, q, dk, is_async=True)
+        dk, dv = warpgroup_mma_wait(0, (dk, dv))
+        async_copy.wait_group(0)
+        gl.thread_barrier()  # the next head fills the ring again
+        before += steps
+    raw_k = _load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
+    dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
+    _store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
+    _store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+
+
+@gluon.jit
+def _gradient_terms(
+    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start,
+    element: gl.constexpr, layout: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """g sigma and sigma [M, N] of a tile, rounded to element, in the given layout; g_lanes [M, 4] + sums of g.
+
+    slope and the other values of rows are [M, 1] in the layout of a quarter.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    xs = _quarters(x)
+    dps = _quarters(dp)
+    quarter_layout: gl.constexpr = xs[0].type.layout
+    products = ()
+    sigmas = ()
+    for i in gl.static_range(4):
+        x = xs[i]
+        if MASKED:
+            keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
+            x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
+        two_a = softplus2(x, LOG_DEGREE)
+        sigma = sigmoid2(x, two_a, LOG_DEGREE)
+        g = dps[i] * unit_scale - delta
+        if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
+            g = g * power(gl.maximum(two_a * slope + intercept, 0.0), P - 1)
+            g_lanes += lane_sum(g, M, N // 4)
+        products = products + ((g * sigma).to(element),)
+        sigmas = sigmas + (sigma.to(element),)
+    return (
+        _from_quarters(products[0], products[1], products[2], products[3], layout),
+        _from_quarters(sigmas[0], sigmas[1], sigmas[2], sigmas[3], layout),
+        g_lanes,
+    )
+
+
+@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, v_max_ptr,
+    slope_ptr, intercept_ptr, z_ptr, rows_ptr,
+    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
+    raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, TMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As backward.query_gradient_kernel for bfloat16."""
+    blocks = gl.cdiv(Lq, BLOCK_M)
+    program = gl.program_id(0)
+    head = program // blocks
+    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    b, h = head // Hq, head % Hq
+    h_kv = (h // (Hq // Hkv)).to(gl.int64)
+    b64, h = b.to(gl.int64), h.to(gl.int64)
+    q_ptr += head.to(gl.int64) * Lq * D
+    k_ptr += (b64 * Hkv + h_kv) * Lk * D
+    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
+    o_ptr += b64 * o_stride_b + h * o_stride_h
+    do_ptr += b64 * do_stride_b + h * do_stride_h
+    raw_q_ptr += b64 * raw_q_stride_b + h * raw_q_stride_h
+    dq_ptr += b64 * dq_stride_b + h * dq_stride_h
+
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
+    value_element: gl.constexpr = v_ptr.dtype.element_ty
+    key_element: gl.constexpr = k_ptr.dtype.element_ty
+
+    q_ring, do_ring = _ring(key_element, 1, BLOCK_M, D), _ring(value_element, 1, BLOCK_M, D)
+    k_ring, v_ring = _ring(key_element, STAGES, BLOCK_N, D), _ring(value_element, STAGES, BLOCK_N, D)
+    rows_ready, keys_ready = _barriers(1), _barriers(STAGES)
+    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    q_tiles = _descriptor(q_ptr, Lq, D, BLOCK_M, D)
+    do_tiles = _descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
+    _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
+    k_tiles = _descriptor(k_ptr, key_stop, D, BLOCK_N, D)
+    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+
+    # what each row sees and its numbers, [M], in the layout of whole rows
+    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
+    row_start, row_stop = visible_keys(
+        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )
+    key_lo, key_hi = gl.min(row_start, 0), gl.max(row_stop, 0)
+    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
+    key_lo = key_lo // BLOCK_N * BLOCK_N
+    steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
+    for step in gl.static_range(STAGES - 1):
+        _fetch(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
+    at = head.to(gl.int64) * row_stride + rows
+    inside = rows < Lq
+    slope = gl.load(slope_ptr + at, mask=inside, other=0.0)
+    intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
+    do_rows = _load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    o_rows = _load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    delta = gl.sum(do_rows * o_rows, 1)  # [M]
+    # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
+    bound = gl.minimum(2.0 * gl.sum(gl.abs(do_rows), 1) * gl.load(v_max_ptr), 1e37)
+    unit_scale = gl.where(bound > 1e-37, 1.0 / gl.where(bound > 1e-37, bound, 1.0), 0.0)
+
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
+    quarter = _quarters(nothing)[0]
+    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
+    g_lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)
+    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
+    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
+    tile_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
+    tile_delta = gl.convert_layout(delta * unit_scale, tile_row)[:, None]
+    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
+    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
+    gk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
+    sk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
+    q, do = q_ring.index(0), do_ring.index(0)
+    mbarrier.wait(rows_ready.index(0), 0)
+    for step in range(steps):
+        start = key_lo + step * BLOCK_N
+        k, v = k_ring.index(step % STAGES), v_ring.index(step % STAGES)
+        mbarrier.wait(keys_ready.index(step % STAGES), step // STAGES & 1)
+        score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
+        value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
+        gk, sk, x, dp = warpgroup_mma_wait(0, (gk, sk, score, value))
+        gl.thread_barrier()  # every warp is done with the stage before
+        _fetch(
+            k_tiles, k_ring, v_tiles, v_ring, keys_ready, start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES,
+            step + STAGES - 1 < steps,
+        )  # fmt: skip
+        if (start < full_lo) | (start + BLOCK_N > full_hi):
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
+                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, True,
+            )  # fmt: skip
+        else:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
+                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False,
+            )  # fmt: skip
+        gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
+        if REWEIGHT:
+            sk = warpgroup_mma(sigma, k, sk, is_async=True)
+        else:
+            sk = warpgroup_mma_init(sk)
+    gk, sk = warpgroup_mma_wait(0, (gk, sk))
+
+    n = (row_stop - row_start).to(gl.float32)
+    z = gl.load(z_ptr + at, mask=inside, other=0.0)
+    mean = gl.convert_layout(gl.sum(g_lanes, 1), row_layout)
+    mean = mean * gl.where(n > FIRST_ROWS, 1.0 / gl.maximum(n, 1.0), 0.0)
+    scale = score_scale(n, LOG_D)  # c_i log2(e)
+    kappa = 2.0 * P * slope * reciprocal(z) * bound  # undoes unit_scale
+    grad_unit = gk
+    if REWEIGHT:
+        grad_unit = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
+    raw_q = _load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    dq = unit_rows_backward(gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q)
+    _store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
+    exact_q, to_unit = exact_unit_rows(raw_q)  # unit_q has served: its rows take bfloat16 queries
+    exact_q_ptr = q_ptr.to(gl.pointer_type(value_element), bitcast=True)
+    _store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
+    store_row_values(
+        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
+        P, EXACT_QUERIES,
+    )  # fmt: skip
