@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lssar.attention import attention
@@ -43,20 +44,25 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes)
 
 
+ALIBI_ROOM = 8
+"""Dimensions that ALiBi adds to a head, of which it uses two: fused softmax kernels want multiples of eight."""
+
+
 def add_alibi(q: Tensor, k: Tensor, slopes: Tensor, first_key: int = 0) -> tuple[Tensor, Tensor]:
-    """q, k with two more dimensions whose product adds slope * j to the scores of a dot-product softmax.
+    """q, k with more dimensions, whose product adds slope * j to the scores of a dot-product softmax.
 
     ALiBi's slope * (j - i) differs from that by a constant of the row, which softmax does not feel. The position goes
     in as 256 * high + low, since half precision holds no more than 8 bits of it. Scores are scaled by 1 / sqrt(d) with
     the new d, which is made up for in q.
     """
     heads, keys, d = q.shape[1], k.shape[2], q.shape[-1]
-    grow = math.sqrt((d + 2) / d)
-    slope = (slopes.to(q.device)[:, None, None] * math.sqrt(d + 2)).expand(q.shape[0], heads, q.shape[2], 1)
+    grow = math.sqrt((d + ALIBI_ROOM) / d)
+    slope = (slopes.to(q.device)[:, None, None] * math.sqrt(d + ALIBI_ROOM)).expand(q.shape[0], heads, q.shape[2], 1)
     position = torch.arange(first_key, first_key + keys, device=k.device)
     parts = torch.stack([position // 256, position % 256], -1).to(k.dtype).expand(k.shape[0], k.shape[1], keys, 2)
     q = torch.cat([q * grow, (256 * slope).to(q.dtype), slope.to(q.dtype)], -1)
-    return q, torch.cat([k, parts], -1)
+    rest = (0, ALIBI_ROOM - 2)
+    return F.pad(q, rest), F.pad(torch.cat([k, parts], -1), rest)
 
 
 @dataclass
@@ -172,9 +178,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
         q, k, v = self.project(x, positions, cache)
+        size = v.shape[-1]
         if positions.slopes is not None:
             q, k = add_alibi(q, k, positions.slopes)
+            v = F.pad(v, (0, ALIBI_ROOM))  # one head size for all three: without it the fused kernels refuse
         o = attention(
             q, k, v, self.spec, head_scale=self.head_scale, window=positions.window, cu_seqlens=positions.cu_seqlens
-        )  # fmt: skip
+        )[..., :size]  # fmt: skip
         return self.out(o.transpose(1, 2).flatten(2))

@@ -213,3 +213,117 @@ def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) 
     axes[-1][0].set_ylabel("decoded right\n(dotted: likeliest; chance)")
     axes[-1][0].legend(fontsize=7)
     return _save(figure, path, overwrite)
+
+
+def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: bool = False) -> Path:
+    """A reproduced table or figure, from the JSON of `lssar reproduce`."""
+    rows = [row for row in table["rows"] if row["main"]]
+    panels = {"bars": _bars, "curves": _curves, "sweep": _sweep, "training": _training}
+    return _save(panels[draw](rows, table), path, overwrite)
+
+
+def _style(rows: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """One colour a label; the mechanisms that have a colour of their own keep it where they come first."""
+    row = rows[index]
+    first = next(i for i, r in enumerate(rows) if r["attention"] == row["attention"])
+    dashed = "ntk" in row["reading"] or "posthoc" in row["reading"] or "window" in row["reading"]
+    plain = first == index or dashed
+    return {"color": colour(row["attention"] if plain else "", index), "ls": "--" if dashed else "-"}
+
+
+def _bars(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Loss at the training length, ours and the paper's, each less that of its softmax."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 0.4 * len(rows) + 1.6), sharey=True)
+    labels = [row["label"] for row in rows]
+    ours = [row["loss"]["1"]["mean"] for row in rows]
+    paper = [row.get("paper", {}).get("1") for row in rows]
+    for axis, values, title in ((axes[0], ours, f"{table['scale']} scale"), (axes[1], paper, "the paper")):
+        base = next((v for row, v in zip(rows, values) if row["attention"] == "softmax"), None)
+        for at, (row, value) in enumerate(zip(rows, values)):
+            if value is None or base is None:
+                axis.text(0, at, " diverged" if axis is axes[0] and value is None else " no softmax yet", va="center")
+                continue
+            axis.barh(at, value - base, color=colour(row["attention"], at), height=0.6)
+            axis.text(max(value - base, 0), at, f" {value:.4g}", va="center", fontsize=8)
+        axis.set(title=f"{title}: loss less softmax's", yticks=range(len(rows)), yticklabels=labels)
+        axis.margins(x=0.25)
+    axes[0].invert_yaxis()
+    figure.tight_layout()
+    return figure
+
+
+def _curves(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Loss by length, last tokens by context, and the paper's curves where it has them."""
+    plt = _pyplot()
+    paper = any(len(row.get("paper", {})) > 1 for row in rows)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=paper)
+    for index, row in enumerate(rows):
+        style = _style(rows, index)
+        panels = [(axes[0], row["loss"])]
+        panels.append((axes[1], {m: {"mean": v} for m, v in row.get("paper", {}).items()} if paper else row["last"]))
+        for axis, points in panels:
+            known = [(int(m), p) for m, p in points.items() if p["mean"] is not None]
+            at, means = [m for m, _ in known], [p["mean"] for _, p in known]
+            spread = [p.get("deviation") or 0.0 for _, p in known]
+            axis.plot(at, means, marker="o", ms=3, label=row["label"], **style)
+            low, high = ([m + sign * s for m, s in zip(means, spread)] for sign in (-1, 1))
+            axis.fill_between(at, low, high, color=style["color"], alpha=0.15)
+    titles = ["mean loss, read in pieces of this length"]
+    titles.append(
+        "the paper (124M)" if paper else f"loss of the last {rows[0]['last_tokens']} tokens, given this context"
+    )
+    for axis, title in zip(axes, titles):
+        axis.set_xscale("log", base=2)
+        axis.set(title=title, xlabel="multiple of the training length")
+    axes[0].set_ylabel("nats a token")
+    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.tight_layout()
+    return figure
+
+
+def _sweep(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Loss against p at some lengths, a panel a family."""
+    plt = _pyplot()
+    families = list(dict.fromkeys(row["attention"] for row in rows))
+    figure, axes = plt.subplots(1, len(families), figsize=(4.6 * len(families), 3.6), squeeze=False, sharey=True)
+    for axis, family in zip(axes[0], families):
+        members = [row for row in rows if row["attention"] == family]
+        for index, multiple in enumerate(("1", "4", "16")):
+            known = [(r["p"], r["loss"][multiple]["mean"]) for r in members if multiple in r["loss"]]
+            known = [(p, loss) for p, loss in known if loss is not None]
+            alpha = (0.35, 0.65, 1.0)[index]
+            axis.plot(
+                *zip(*known) if known else ([], []), "o-", ms=3, color=colour(family), alpha=alpha, label=f"{multiple}x"
+            )
+        axis.set_xscale("log", base=2)
+        axis.set(
+            title=family, xlabel="p", xticks=[r["p"] for r in members], xticklabels=[f"{r['p']:g}" for r in members]
+        )
+        axis.legend()
+    axes[0][0].set_ylabel("nats a token")
+    figure.tight_layout()
+    return figure
+
+
+def _training(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Largest and median gradient norm against p."""
+    plt = _pyplot()
+    families = list(dict.fromkeys(row["attention"] for row in rows))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+    for family in families:
+        members = [row for row in rows if row["attention"] == family]
+        for axis, names in ((axes[0], ("grad_norm_median", "grad_norm_max")), (axes[1], ("val_loss",))):
+            for name, ls in zip(names, ("-", ":")):
+                known = [(r["p"], r["training"][name]) for r in members if r["training"][name] is not None]
+                label = f"{family}, {name.replace('grad_norm_', '').replace('val_loss', 'held-out loss')}"
+                axis.plot(
+                    *zip(*known) if known else ([], []), marker="o", ms=3, ls=ls, color=colour(family), label=label
+                )
+    for axis, title in zip(axes, ("gradient norm before clipping", "loss at the training length")):
+        axis.set_xscale("log", base=2)
+        axis.set(title=title, xlabel="p")
+        axis.legend(fontsize=7)
+    axes[0].set_yscale("log")
+    figure.tight_layout()
+    return figure

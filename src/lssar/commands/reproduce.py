@@ -1,0 +1,151 @@
+"""`lssar reproduce NAME...`: the tables and figures of the paper, and the controls; `... report` writes them up."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from lssar.commands.common import console, say_where
+from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
+
+ALL = "all"
+
+
+@dataclass
+class Reproduce:
+    """Train, read and tabulate the arms of experiments; arms that are finished are not run again.
+
+    Experiments: controls, figure1, table4, figure2, stability, table1, table2, table3; or all.
+    Stop it whenever you like: the same command goes on. `lssar reproduce report` writes docs/results.md.
+    """
+
+    names: tyro.conf.Positional[list[str]]
+    scale: Literal["smoke", "h200", "paper"] = "smoke"
+    """smoke: minutes on two cores; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    tokens: int | None = None
+    """Another number of training tokens for every arm."""
+    data: Path | None = None
+    """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
+    time_limit: float | None = None
+    """Seconds after which to save and end, within an arm if need be."""
+    workers: int = 1
+    """Processes that share the machine, an arm each."""
+    compile: bool | None = None
+    """In place of the recipe's: for short arms compiling may take longer than it saves."""
+    out: Path | None = None
+    """Folder for results/ and runs/, in place of the scale's own."""
+    dry_run: bool = False
+    """Say what each arm would be (shapes, steps, tokens, parameters, memory, command), and run nothing."""
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Any:
+        if arguments[:1] == ["report"]:
+            return tyro.cli(Report, prog="lssar reproduce report", args=arguments[1:])
+        return tyro.cli(cls, prog="lssar reproduce", args=arguments)
+
+    def run(self) -> None:
+        from lssar.experiments import collect
+        from lssar.experiments.runner import Queue, measured, prepare_data, work_through
+
+        scale = scale_of(self.scale, self.tokens, self.out)
+        wanted = [EXPERIMENTS[name] for name in chosen(self.names)]
+        arms = arms_of(wanted, scale, EXPERIMENTS.values())
+        if self.dry_run:
+            from lssar.experiments.dry_run import describe
+
+            for arm in arms:
+                console.print(describe(arm, scale), highlight=False, soft_wrap=True)
+            return
+        if self.workers < 1:
+            raise ValueError(f"--workers must be at least 1; got {self.workers}")
+        command = f"lssar reproduce {' '.join(self.names)} --scale {self.scale}"
+        command += f" --tokens {self.tokens}" if self.tokens else ""
+        deadline = time.time() + self.time_limit if self.time_limit is not None else None
+        queue = Queue(
+            arms=tuple(arms), scale=scale, data=prepare_data(scale, self.data), command=command, deadline=deadline,
+            compile=self.compile, required=required(wanted, scale),
+        )  # fmt: skip
+        done = sum(map(queue.finished, arms))
+        steps, batch = scale.base.steps, scale.base.batch_tokens
+        about = f"{len(arms)} arms of {steps * batch:,} tokens ({steps:,} steps), {done} of them finished before"
+        console.print(f"{about}; results in {scale.results}", highlight=False, soft_wrap=True)
+        for experiment in wanted:
+            if experiment.measure is not None:
+                measured(scale.results, experiment.name, command, experiment.measure)
+        say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)  # noqa: E731
+        failed = work_through(queue, self.workers, watch, say)
+        files: list[Path] = []
+        for experiment in wanted:
+            table, written = collect.write(experiment, scale)
+            files += written
+            for caption, body in collect.sections(table):
+                say(f"\n{table['title']}. {caption}:\n\n{body}")
+        say_where(files)
+        left = [arm.key for arm in arms if not queue.finished(arm)]
+        if failed:
+            say(f"failed: {', '.join(failed)}")
+        if left:
+            say(f"{len(left)} of {len(arms)} arms are not finished; the same command goes on")
+        sys.exit(1 if failed else 0)
+
+
+@dataclass
+class Report:
+    """Write docs/results.md and its tables and figures from the results that are there; train nothing."""
+
+    scale: Literal["smoke", "h200", "paper"] = "h200"
+    tokens: int | None = None
+    out: Path | None = None
+    """Folder that holds results/, if not the scale's own."""
+    page: Path = Path("docs/results.md")
+    check: bool = False
+    """Write nothing, and fail if the page is not what the results say."""
+
+    def run(self) -> None:
+        from lssar.experiments import report
+
+        scale = scale_of(self.scale, self.tokens, self.out)
+        if self.check:
+            stale = report.stale(scale, self.page)
+            if stale:
+                raise ValueError(f"not what the results say, run `lssar reproduce report`: {', '.join(stale)}")
+            console.print(f"{self.page} says what the results say")
+            return
+        say_where(report.write(scale, self.page))
+
+
+def chosen(names: list[str]) -> list[str]:
+    if names == [ALL]:
+        return list(EXPERIMENTS)
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        raise ValueError(f"unknown experiment {', '.join(map(repr, unknown))}; known: {', '.join(EXPERIMENTS)}, {ALL}")
+    if not names:
+        raise ValueError(f"`lssar reproduce` wants names: {', '.join(EXPERIMENTS)}, or {ALL}")
+    return list(dict.fromkeys(names))
+
+
+def scale_of(name: str, tokens: int | None, out: Path | None) -> Scale:
+    scale = SCALES[name]
+    if out is not None:
+        scale = replace(scale, results=out / "results", runs=out / "runs")
+    return scale if tokens is None else scale.with_tokens(tokens)
+
+
+def required(wanted: list[Any], scale: Scale) -> dict[str, tuple[str, ...]]:
+    return {arm.key: tuple(r.key for r in arm.readings) for arm in arms_of(wanted, scale)}
+
+
+@contextlib.contextmanager
+def watch(arm: Arm) -> Iterator[Any]:
+    """A live line of progress on a terminal."""
+    from lssar.commands.train import TrainingLine
+
+    with TrainingLine(arm.recipe.steps, arm.name) as line:
+        yield line.report

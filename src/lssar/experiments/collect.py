@@ -1,0 +1,224 @@
+"""From the arms' JSON files to an experiment's table: means over seeds, beside the paper's numbers, and its picture."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lssar.experiments.arms import Experiment, Row, Scale
+from lssar.experiments.paper import LOSSES
+from lssar.experiments.readings import Length, Reading
+from lssar.experiments.runner import plain
+from lssar.records import write_file, write_json
+
+
+def load(scale: Scale) -> dict[str, dict[str, Any]]:
+    """Finished arms by key."""
+    found = (json.loads(path.read_text()) for path in sorted(scale.results.glob("*.json")))
+    return {result["arm"]: result for result in found if "arm" in result}
+
+
+def mean_and_deviation(values: list[float]) -> dict[str, Any]:
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "deviation": deviation, "seeds": len(values)}
+
+
+def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The experiment's table: a line for each row that has at least one finished arm, and the arms that are missing.
+
+    A row's further readings are lines of their own, marked by what differs.
+    """
+    lines: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for row in experiment.rows:
+        keys = [scale.arm(row, seed).key for seed in range(min(row.seeds, scale.most_seeds))]
+        missing += [key for key in keys if key not in arms]
+        there = [arms[key] for key in keys if key in arms]
+        for reading in row.readings:
+            read = [arm for arm in there if reading.key in arm["readings"]]
+            if read:
+                lines.append(_line(experiment, scale, row, reading, read))
+    about = {"experiment": experiment.name, "title": experiment.title, "question": experiment.question}
+    return plain(
+        {
+            **about,
+            "scale": scale.name,
+            "command": f"lssar reproduce {experiment.name} --scale {scale.name}",
+            "train_length": scale.base.length,
+            "at": list(experiment.at),
+            "machines": machines([arms[key] for line in lines for key in line["arms"]]),
+            "rows": lines,
+            "missing": list(dict.fromkeys(missing)),
+        }
+    )
+
+
+def machines(arms: list[dict[str, Any]]) -> list[str]:
+    """Where and from which state of the code the arms came, and on which tokens: more than one line is worth seeing."""
+    lines = set()
+    for arm in arms:
+        e, data = arm["environment"], arm["data"]
+        where = e.get("gpu") or f"{e['cpu']}, {e['threads']} threads"
+        lines.add(
+            f"{where}; torch {e['torch']}; commit {str(e['commit'])[:12]}; {data['name']}, held-out digest "
+            f"{data['val']['digest'][:8]}"
+        )
+    return sorted(lines)
+
+
+def _line(
+    experiment: Experiment, scale: Scale, row: Row, reading: Reading, arms: list[dict[str, Any]]
+) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "label": row.label,
+        "attention": row.attention,
+        "p": row.spec().p,
+        "reading": reading.key,
+        "main": reading == row.reading,
+        "arms": [arm["arm"] for arm in arms],
+        "tokens": arms[0]["training"]["tokens"],
+    }
+    figures = [arm["readings"][reading.key] for arm in arms]
+    if isinstance(reading, Length):
+        line["loss"] = _by_multiple(figures, "by_length", "length", scale.base.length)
+        line["last"] = _by_multiple(figures, "last", "context", scale.base.length)
+        line["last_tokens"] = figures[0]["last"][0]["tokens"]
+    else:
+        line["figures"] = figures[0]
+    names = ("val_loss", "train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max", "spikes", "not_finite")
+    line["training"] = {name: _worst(arm["training"][name] for arm in arms) for name in names}
+    if row.paper is not None and reading == row.reading:
+        line["paper"] = LOSSES[experiment.name][row.paper]
+    return line
+
+
+def _by_multiple(figures: list[dict[str, Any]], curve: str, x: str, base: int) -> dict[str, Any]:
+    """{multiple: mean, deviation over seeds, seeds}; a seed that diverged makes the mean null."""
+    points: dict[str, Any] = {}
+    for index, point in enumerate(figures[0][curve]):
+        values = [figure[curve][index]["loss"] for figure in figures]
+        whole = [value for value in values if value is not None]
+        summary = mean_and_deviation(whole) if len(whole) == len(values) else {"mean": None, "seeds": len(values)}
+        points[str(point[x] // base)] = summary
+    return points
+
+
+def _worst(values: Any) -> float | None:
+    """Largest over seeds; null if any is, which is worse still."""
+    values = list(values)
+    return None if None in values else max(values)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Of a markdown table."""
+
+    title: str
+    cells: list[str]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "diverged" if value is None else f"{value:.{digits}f}"
+
+
+def with_deviation(point: dict[str, Any] | None) -> str:
+    if point is None:
+        return "-"
+    spread = f" ± {point['deviation']:.3f}" if point.get("deviation") is not None else ""
+    return number(point["mean"]) + spread
+
+
+def markdown(table: dict[str, Any], reading: str = "main", curve: str = "loss") -> str:
+    """The experiment's table as text; the paper's numbers, where there are any, after ours."""
+    rows = [r for r in table["rows"] if (r["main"] if reading == "main" else r["reading"] == reading) and curve in r]
+    at = [str(m) for m in table["at"] if any(str(m) in row[curve] for row in rows)]
+    paper_at = sorted({int(m) for row in rows for m in row.get("paper", {})}) if curve == "loss" else []
+    columns = [Column("", [row["label"] for row in rows])]
+    columns += [Column(f"{m}x", [with_deviation(row[curve].get(m)) for row in rows]) for m in at]
+    for m in paper_at:
+        cells = [f"{row['paper'][str(m)]:.4f}" if str(m) in row.get("paper", {}) else "-" for row in rows]
+        columns.append(Column(f"paper, {m}x", cells))
+    return text_table(columns)
+
+
+def stability_markdown(table: dict[str, Any]) -> str:
+    """Training's own figures, and the rows lost on the model's own scores in each dtype, textbook and stable."""
+    rows = [row for row in table["rows"] if row["main"]]
+    overflow = {(row["label"]): row["figures"] for row in table["rows"] if "figures" in row}
+    columns = [
+        Column("", [row["label"] for row in rows]),
+        Column("held-out loss", [number(row["training"]["val_loss"]) for row in rows]),
+        Column("gradient norm, median", [number(row["training"]["grad_norm_median"], 2) for row in rows]),
+        Column("99%", [number(row["training"]["grad_norm_99"], 2) for row in rows]),
+        Column("largest", [number(row["training"]["grad_norm_max"], 2) for row in rows]),
+        Column("loss spikes", [str(row["training"]["spikes"]) for row in rows]),
+        Column("steps not finite", [str(row["training"]["not_finite"]) for row in rows]),
+    ]
+    for dtype in next(iter(overflow.values()))["dtypes"] if overflow else []:
+        for form in ("textbook", "stable"):
+            cells = []
+            for row in rows:
+                last = overflow[row["label"]]["by_length"][-1] if row["label"] in overflow else None
+                cells.append(f"{last[form][dtype]} of {last['rows']}" if last else "-")
+            columns.append(Column(f"{form}, {dtype}", cells))
+    return text_table(columns)
+
+
+def text_table(columns: list[Column]) -> str:
+    titles = [column.title for column in columns]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(column.cells for column in columns))]
+    return "\n".join(lines) + "\n"
+
+
+READING_WORDS = {"ntk": "with NTK", "posthoc": "with p = 15 put on after training"}
+
+
+def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
+    """(caption, markdown) of every table of an experiment: the main one, further readings, and the last tokens."""
+    if not any(row["main"] for row in table["rows"]):
+        return []
+    if table["experiment"] == "stability":
+        return [("Training, and rows lost at the longest length read", stability_markdown(table))]
+    shown = [("Held-out loss, nats a token, by length as a multiple of the training length", markdown(table))]
+    for key in dict.fromkeys(r["reading"] for r in table["rows"] if not r["main"] and "loss" in r):
+        words = next(text for word, text in READING_WORDS.items() if word in key)
+        shown.append((f"The same {words}", markdown(table, reading=key)))
+    if len(table["at"]) > 1 and table["experiment"] in ("controls", "figure1"):
+        tokens = table["rows"][0]["last_tokens"]
+        shown.append((f"Loss of the same last {tokens} tokens, given this much context", markdown(table, curve="last")))
+    return shown
+
+
+def write(experiment: Experiment, scale: Scale, picture: bool = True) -> tuple[dict[str, Any], list[Path]]:
+    """The experiment's table as JSON and text, and its picture, from whatever arms are finished."""
+    from lssar.plots import plot_experiment
+
+    table = collect(experiment, scale, load(scale))
+    if not table["rows"]:
+        return table, []
+    folder = scale.results / "tables"
+    text = f"# {table['title']}\n\n" + "\n".join(f"{caption}:\n\n{body}" for caption, body in sections(table))
+    files = [write_json(folder / f"{experiment.name}.json", table, overwrite=True)]
+    files.append(write_file(folder / f"{experiment.name}.md", lambda p: p.write_text(text), overwrite=True))
+    if picture and any(row["main"] for row in table["rows"]):
+        files.append(plot_experiment(table, experiment.draw, folder / f"{experiment.name}.png", overwrite=True))
+    return table, files
+
+
+def measured_markdown(path: Path) -> str:
+    """Synthetic rows of the stability experiment that each form loses."""
+    result = json.loads(path.read_text())
+    rows = [row for row in result["figures"] if row["p"] in (1, 3, 15, 63)]
+    columns = [
+        Column("mechanism", [row["attention"] for row in rows]),
+        Column("keys", [f"{row['length']}, {row['keys']}" for row in rows]),
+        Column("p", [f"{row['p']:g}" for row in rows]),
+    ]
+    for form in ("textbook", "stable"):
+        for dtype in rows[0][form]:
+            columns.append(Column(f"{form}, {dtype}", [str(row[form][dtype]) for row in rows]))
+    return f"Of {rows[0]['rows']} synthetic rows, lost (not finite, or no weight left):\n\n{text_table(columns)}"

@@ -1,0 +1,100 @@
+"""docs/results.md from the arms' JSON: our tables beside the paper's, and a verdict on every claim."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lssar.experiments import EXPERIMENTS, collect
+from lssar.experiments.arms import Scale
+from lssar.experiments.claims import decide
+from lssar.records import write_file, write_json
+
+HEAD = """# Results
+
+<!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
+
+What the paper says, and what came out when it was run again here, at a smaller scale and beside controls that the paper
+does not have. Every number below is in the JSON files under `{results}`, one for each trained arm, with its recipe,
+seed, data, machine, versions and commit. [reproduce.md](reproduce.md) says how to run it.
+
+"""
+
+
+def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
+    arms = collect.load(scale)
+    return {name: collect.collect(experiment, scale, arms) for name, experiment in EXPERIMENTS.items()}
+
+
+def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
+    """The whole page; `folder` is where it will lie, for links to pictures."""
+    r = scale.base
+    text = HEAD.format(results=scale.results)
+    text += (
+        f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
+        f"tokens ({r.steps * r.batch_tokens:,} in all, the same for every arm).\n\n## Claims\n\n"
+    )
+    text += "| | claim | verdict | evidence | command |\n|---|---|---|---|---|\n"
+    for c in claims:
+        claim = f"{c['text']} ({c['source']})"
+        text += f"| {c['claim']} | {claim} | **{c['verdict']}** | {c['evidence']} | `{c['command']}` |\n"
+    text += "\nThe rules that decide, applied by `src/lssar/experiments/claims.py`:\n\n"
+    text += "".join(f"- {c['claim']}: {c['rule']}.\n" for c in claims)
+    for name, experiment in EXPERIMENTS.items():
+        text += "\n" + section(tables[name], _picture(scale, name, folder))
+        if experiment.measure is not None and (scale.results / f"{name}.json").exists():
+            text += "\n" + collect.measured_markdown(scale.results / f"{name}.json")
+    return text
+
+
+def section(table: dict[str, Any], picture: str | None) -> str:
+    text = f"## {table['title']}\n\n{table['question']}\n"
+    parts = collect.sections(table)
+    for caption, body in parts:
+        text += f"\n{caption}:\n\n{body}"
+    if parts and any("deviation" in str(row.get("loss")) and _seeds(row) > 1 for row in table["rows"]):
+        text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
+    if picture is not None and parts:
+        text += f"\n![{table['title']}]({picture})\n"
+    if table["missing"]:
+        word = "None of its arms is finished yet." if not parts else "Not finished yet: "
+        text += f"\n{word}" + ("" if not parts else ", ".join(f"`{key}`" for key in table["missing"]) + ".") + "\n"
+    if table["machines"]:
+        text += "\n" + ". ".join(table["machines"]) + f". Command: `{table['command']}`.\n"
+    return text
+
+
+def _seeds(row: dict[str, Any]) -> int:
+    return max(point["seeds"] for point in row["loss"].values())
+
+
+def _picture(scale: Scale, name: str, folder: Path) -> str | None:
+    return os.path.relpath(scale.results / "tables" / f"{name}.png", folder)
+
+
+def write(scale: Scale, path: Path, pictures: bool = True) -> list[Path]:
+    """Tables and figures of all experiments, the claims, and the page."""
+    files: list[Path] = []
+    for experiment in EXPERIMENTS.values():
+        files += collect.write(experiment, scale, pictures)[1]
+    tables = tables_of(scale)
+    claims = decide(tables, scale.name)
+    files.append(write_json(scale.results / "tables" / "claims.json", claims, overwrite=True))
+    text = page(scale, tables, claims, path.parent)
+    files.append(write_file(path, lambda p: p.write_text(text), overwrite=True))
+    return files
+
+
+def stale(scale: Scale, path: Path) -> list[str]:
+    """Files that are not what the arms' JSON gives."""
+    tables = tables_of(scale)
+    claims = decide(tables, scale.name)
+    folder = scale.results / "tables"
+    wanted: dict[Path, Any] = {folder / f"{name}.json": table for name, table in tables.items() if table["rows"]}
+    wanted[folder / "claims.json"] = claims
+    found = [str(p) for p, value in wanted.items() if not p.exists() or json.loads(p.read_text()) != value]
+    if not path.exists() or path.read_text() != page(scale, tables, claims, path.parent):
+        found.append(str(path))
+    return found

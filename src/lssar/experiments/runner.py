@@ -1,0 +1,285 @@
+"""The queue: trains arms, reads them, and records each in a file of its own. Stop it whenever you like.
+
+RESULTS/ARM.json   one finished arm: figures, recipe, data, commit, machine; written whole, or not at all
+RUNS/ARM/          its run folder: checkpoints, metrics and the readings done so far
+RUNS/ARM.lock      held by the process that works on it. The lock is the kernel's (flock), so it ends with the process,
+                   however that ends: there are no stale ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lssar.data.stream import TokenStream
+from lssar.experiments.arms import Arm, Scale
+from lssar.experiments.readings import HeldOut
+from lssar.records import environment, write_json
+from lssar.training.checkpoints import latest
+from lssar.training.loop import load_run, train
+from lssar.training.metrics import flops_per_token, read_metrics
+from lssar.training.sources import STDLIB, write_stdlib
+
+Say = Callable[[str], None]
+Report = Callable[[dict[str, Any]], None]
+Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
+
+
+class Stopped(Exception):
+    """Out of time, or asked to stop; what is done is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What the workers need to know; plain, so that it can be sent to another process."""
+
+    arms: tuple[Arm, ...]
+    required: dict[str, tuple[str, ...]]
+    """Keys of the readings without which an arm is not finished, by arm; the others are read in passing."""
+    scale: Scale
+    data: Path
+    command: str
+    deadline: float | None = None
+    """Of time.time()."""
+    compile: bool | None = None
+    """In place of the recipe's; not part of an arm's identity."""
+
+    def result(self, arm: Arm) -> Path:
+        return self.scale.results / f"{arm.key}.json"
+
+    def run(self, arm: Arm) -> Path:
+        return self.scale.runs / arm.key
+
+    def finished(self, arm: Arm) -> bool:
+        path = self.result(arm)
+        return path.exists() and set(self.required[arm.key]) <= set(json.loads(path.read_text())["readings"])
+
+    def time_left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.time()
+
+
+def prepare_data(scale: Scale, given: Path | None) -> Path:
+    """The folder of shards that all arms share; the standard library's are made on first use."""
+    if scale.data == STDLIB and given is None:
+        folder = scale.runs.parent / "data"
+        if not folder.exists():
+            temporary = folder.with_name(f".data-{os.getpid()}")
+            write_stdlib(temporary)
+            try:
+                temporary.rename(folder)
+            except OSError:  # another process was faster
+                shutil.rmtree(temporary)
+        return folder
+    folder = given or Path("data") / scale.data
+    if not any(folder.glob("*train*.bin")) or not any(folder.glob("*val*.bin")):
+        raise FileNotFoundError(
+            f"no training and held-out shards (*train*.bin, *val*.bin) in {str(folder)!r}; make them with "
+            f"`lssar data prepare ... --name {scale.data}`, or say where they are with --data FOLDER"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def quietly(arm: Arm) -> Iterator[Report]:
+    """Progress in plain lines, a tenth of the steps at a time."""
+
+    def report(row: dict[str, Any]) -> None:
+        step, steps = row["step"], arm.recipe.steps
+        if step == steps or step * 10 // steps != (step - 1) * 10 // steps:
+            speed = f"{row['tokens_per_s'] / 1e3:.0f}K tokens/s"
+            print(f"{arm.key} {step}/{steps} loss {row['loss']:.3f} {speed}", flush=True)
+
+    yield report
+
+
+def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Say = print) -> list[str]:
+    """Work on all arms until they are finished or time is up; returns the keys of those that failed."""
+    queue.scale.runs.mkdir(parents=True, exist_ok=True)
+    if workers == 1:
+        return _work(queue, watch, say)
+    context = multiprocessing.get_context("spawn")
+    failures: Any = context.Queue()
+    processes = [context.Process(target=_worker, args=(queue, failures)) for _ in range(workers)]
+    for process in processes:
+        process.start()
+
+    def pass_on(number: int, frame: Any) -> None:
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGTERM)  # the step under way is finished and saved
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for process in processes:
+            process.join()
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+    failed: list[str] = []
+    while not failures.empty():
+        failed.append(failures.get())
+    if any(process.exitcode not in (0, -signal.SIGTERM) for process in processes):
+        raise RuntimeError(f"workers ended with {[process.exitcode for process in processes]}; see above")
+    return failed
+
+
+def _worker(queue: Queue, failures: Any) -> None:
+    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once: a second signal would end at once
+    for key in _work(queue, quietly, lambda text: print(text, flush=True)):
+        failures.put(key)
+
+
+def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
+    failed: list[str] = []
+    for number, arm in enumerate(queue.arms, 1):
+        if queue.finished(arm):
+            continue
+        with _claim(queue.run(arm)) as mine:
+            if not mine or queue.finished(arm):  # another process has it, or had it while we looked
+                continue
+            say(f"arm {number} of {len(queue.arms)}: {arm.key}")
+            try:
+                run_arm(queue, arm, watch)
+            except Stopped as reason:
+                say(f"stopped: {reason}; the same command goes on")
+                return failed
+            except Exception:
+                say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
+                failed.append(arm.key)
+            if torch.cuda.is_available():
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+    return failed
+
+
+@contextlib.contextmanager
+def _claim(run: Path) -> Iterator[bool]:
+    with open(run.with_name(run.name + ".lock"), "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
+    """Train what is left to train, read what is left to read, record."""
+    run = queue.run(arm)
+    _train(queue, arm, run, watch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, recipe, step = load_run(run, device)
+    held_out = HeldOut(queue.data, recipe, queue.scale.read_tokens, device)
+    readings: dict[str, Any] = {}
+    for reading in arm.readings:
+        part = run / "readings" / f"{reading.key}.json"
+        if not part.exists():
+            if (left := queue.time_left()) is not None and left <= 0:
+                raise Stopped("out of time while reading")
+            began = time.monotonic()
+            figures = reading.read(model, held_out)
+            write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))
+        readings[reading.key] = json.loads(part.read_text())
+    started = json.loads((run / "config.json").read_text())["environment"]
+    result = {
+        "arm": arm.key,
+        "name": arm.name,
+        "scale": queue.scale.name,
+        "command": queue.command,
+        "content": arm.content,
+        "recipe": recipe.to_dict() | {"data": arm.data},
+        "model": recipe.model().to_dict(),
+        "parameters": model.parameter_count(),
+        "flops": round(flops_per_token(model, recipe.length) * recipe.steps * recipe.batch_tokens),
+        "data": identity(queue.data, arm.data),
+        "seed": recipe.seed,
+        "step": step,
+        "training": summarise(read_metrics(run)),
+        "readings": readings,
+        "environment": started,
+    }
+    write_json(queue.result(arm), plain(result), overwrite=True)
+    for checkpoint in (run / "checkpoints").glob("step-*"):  # further readings need the weights alone
+        (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
+    return result
+
+
+def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
+    recipe = arm.recipe.replace(data=str(queue.data))
+    if queue.compile is not None:
+        recipe = recipe.replace(compile=queue.compile)
+    if (done := latest(run)) is not None and done.name == f"step-{recipe.steps:07d}":
+        return
+    if queue.scale.processes > 1:
+        raise ValueError(f"train this arm under torchrun first (`--dry-run` prints the line): {run} is not trained")
+    left = queue.time_left()
+    if left is not None and left <= 0:
+        raise Stopped("out of time")
+    with watch(arm) as report:
+        last = train(recipe, run, report=report, stop_after=left)
+    if last["step"] < recipe.steps:
+        raise Stopped(f"{arm.key} is at step {last['step']:,} of {recipe.steps:,}")
+
+
+def identity(folder: Path, name: str) -> dict[str, Any]:
+    """Which tokens, wherever they lie."""
+    streams = {split: TokenStream(sorted(folder.glob(f"*{split}*.bin"))).identity() for split in ("train", "val")}
+    return {"name": name, **streams}
+
+
+def summarise(rows: list[dict[str, Any]], points: int = 64) -> dict[str, Any]:
+    """What training said of itself: last losses, gradient norms, what stood out, speed, and a thinned curve."""
+    after = rows[len(rows) // 10 :]  # the first tenth, warm-up for the most part, has norms of its own
+    norms = sorted(row["grad_norm"] for row in after if math.isfinite(row["grad_norm"]))
+    speeds = [row["tokens_per_s"] for row in rows]
+    curve = []
+    for i in range(points):
+        part = rows[i * len(rows) // points : (i + 1) * len(rows) // points]
+        if part:
+            loss = statistics.fmean(row["loss"] for row in part)
+            curve.append({"step": part[-1]["step"], "loss": loss, "grad_norm": max(row["grad_norm"] for row in part)})
+    return {
+        "steps": rows[-1]["step"],
+        "tokens": rows[-1]["tokens"],
+        "val_loss": rows[-1].get("val_loss"),
+        "train_loss": statistics.fmean(row["loss"] for row in rows[-min(50, len(rows)) :]),
+        "grad_norm_median": statistics.median(norms) if norms else None,
+        "grad_norm_99": norms[int(0.99 * (len(norms) - 1))] if norms else None,
+        "grad_norm_max": norms[-1] if norms else None,
+        "spikes": sum(row["spike"] for row in rows),
+        "not_finite": sum(not row["finite"] for row in rows),
+        "tokens_per_s": statistics.median(speeds),
+        "curve": curve,
+    }
+
+
+def plain(value: Any) -> Any:
+    """For JSON: floats to six figures, what is not finite to null (a diverged arm is a result too)."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(v) for key, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def measured(results: Path, name: str, command: str, measure: Callable[[], Any]) -> Path:
+    """Figures of an experiment that need no training, in a file of their own; kept once they are there."""
+    path = results / f"{name}.json"
+    if not path.exists():
+        write_json(path, plain({"command": command, "environment": environment(), "figures": measure()}))
+    return path
