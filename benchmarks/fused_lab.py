@@ -260,6 +260,10 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
                 do_bench_cudagraph(partial(fused_decode, q, k, v, p=15.0, tolerance=t), rep=40, return_mode="median")
                 for t in (2**-10, 0.0)
             )
+            unit = F.normalize(k.float(), dim=-1).bfloat16()
+            of_unit = partial(fused_decode, q, unit, v, p=15.0, unit_keys=True)
+            unit_wrong = error(of_unit()[0, :group, 0], dense_o)
+            unit_time = do_bench_cudagraph(of_unit, rep=40, return_mode="median")
             softmax = {}
             for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
                 try:
@@ -275,6 +279,7 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             print(
                 f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: "
                 f"{mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f}) / {best * 1e3:.1f} = {mine / best:.2f}x"
+                f"  unit keys {unit_time * 1e3:.1f} = {unit_time / best:.2f}x error {unit_wrong:.1e}"
                 f"  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
                 f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  { ({n: round(t * 1e3, 1) for n, t in softmax.items()}) }",
                 flush=True,

@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "eval": "lssar.commands.evaluate:Evaluate",
     "diagnose": "lssar.commands.evaluate:Diagnose",
     "generate": "lssar.commands.evaluate:Generate",
+    "plot": "lssar.commands.evaluate:Plot",
     "reproduce": "lssar.commands.reproduce:Reproduce",
     "bench": "lssar.commands.bench:Bench",
     "specs": "lssar.commands.bench:Specs",

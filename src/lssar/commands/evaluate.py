@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,8 +49,10 @@ class Length:
 
     def run(self) -> None:
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
+        from lssar.experiments.runner import summarise
         from lssar.plots import plot_length
         from lssar.training.loop import load_run
+        from lssar.training.metrics import read_metrics
 
         check_outputs(self.out, (".json", ".png", ".svg"), self.overwrite)
         curves: list[dict[str, Any]] = []
@@ -68,13 +72,49 @@ class Length:
                     )
                     label = recipe.attention + (", NTK" if ntk == "length" else "")
                     kept = {"run": folder.name, "label": label, "attention": recipe.attention, "step": step}
+                    kept["training"] = summarise(read_metrics(folder))
                     curves.append({**kept, "train_length": recipe.length, "recipe": recipe.to_dict(), **result})
         console.print(length_table(curves))
+        console.print(training_table(curves))
         result = {"command": command_line(), "environment": environment(), "curves": curves}
         files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
-        for suffix in (".png", ".svg"):
-            files.append(plot_length(result, self.out.with_suffix(suffix), self.overwrite))
         say_where(files)
+        say_where(draw(plot_length, result, self.out, self.overwrite))
+
+
+def draw(plot: Callable[..., Path], result: dict[str, Any], out: Path, overwrite: bool) -> list[Path]:
+    """The figure as .png and .svg. The figures of `result` are safe by now: `lssar plot` can draw them elsewhere."""
+    return [plot(result, out.with_suffix(suffix), overwrite) for suffix in (".png", ".svg")]
+
+
+@dataclass
+class Plot:
+    """Draw the figure of a JSON of `lssar eval length` or `lssar demo` again, for instance one made elsewhere."""
+
+    file: tyro.conf.Positional[Path]
+    out: Path | None = None
+    """Path without suffix for the .png and .svg; beside the JSON, if not given."""
+    overwrite: bool = False
+
+    def run(self) -> None:
+        from lssar.plots import plot_length
+
+        result = json.loads(self.file.read_text())
+        if "curves" not in result:
+            raise ValueError(f"{self.file} holds no curves of loss by length")
+        say_where(draw(plot_length, result, self.out or self.file, self.overwrite))
+
+
+def training_table(curves: list[dict[str, Any]]) -> Table:
+    table = Table(title="training of these runs; tokens/s is the median over steps")
+    for column in ("run", "tokens", "tokens/s", "held-out loss", "gradient norm 99%", "spikes"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, training in {curve["run"]: curve["training"] for curve in curves}.items():
+        loss = "-" if training["val_loss"] is None else f"{training['val_loss']:.3f}"
+        norm = "-" if training["grad_norm_99"] is None else f"{training['grad_norm_99']:.3f}"
+        row = (f"{training['tokens']:,}", f"{training['tokens_per_s']:,.0f}", loss, norm, str(training["spikes"]))
+        table.add_row(name, *row)
+    return table
 
 
 def length_table(curves: list[dict[str, Any]]) -> Table:

@@ -16,22 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lssar.ops.fused.primitives import (
-    FIRST_ROWS,
-    FLAT_TOLERANCE,
     HIDDEN,
-    LN2,
-    LOG2E,
     dot,
     ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
-    inverse_spread,
     log2_1p,
     power,
     saturate,
     score_scale,
-    sigmoid2,
     softplus2,
+    weight_line,
 )
 
 PROGRAMS_PER_MULTIPROCESSOR = 16
@@ -158,16 +153,42 @@ def score_kernel(
     tl.store(max_ptr + row_at * splits + split, largest, mask=row_inside)
 
 
+@triton.jit
+def _select_keys(
+    x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
+    P: tl.constexpr, LOG_DEGREE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Keys of lo..stop that matter to any row, and their weights, packed from lo on; how many, and sums of all [R]."""
+    offsets = tl.arange(0, N)
+    count = 0
+    z = tl.zeros([R], tl.float32)
+    for start in tl.range(lo, stop, N):
+        keys = start + offsets
+        x_mask = row_inside[:, None] & (keys < stop)[None, :]
+        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [R, N]
+        weight = tl.minimum(tl.maximum(softplus2(x, LOG_DEGREE) * slope[:, None] + intercept[:, None], 0.0), 1.0)
+        weight = tl.where(x > HIDDEN, power(weight, P), 0.0)
+        z += tl.sum(weight, 1)
+        needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
+        slot = lo + count + tl.cumsum(needed.to(tl.int32), 0) - 1
+        tl.store(list_ptr + list_at + slot, keys, mask=needed)
+        weight_at = weight_ptr + row_at[:, None] * x_stride + slot[None, :]
+        tl.store(weight_at, weight.to(weight_ptr.dtype.element_ty), mask=row_inside[:, None] & needed[None, :])
+        count += tl.sum(needed.to(tl.int32), 0)
+    return count, z
+
+
 @triton.jit(do_not_specialize=["Lk", "split_length", "splits", "tolerance"])
 def value_kernel(
-    x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, lengths_ptr, table_ptr,
+    x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, list_ptr, weight_ptr, lengths_ptr, table_ptr,
     v_stride_b, v_stride_h, v_stride_l, table_stride, x_stride, Hkv, Lk, split_length, splits, tolerance,
     GROUP: tl.constexpr, Lq: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """With REWEIGHT, first which keys matter, then their values alone, gathered into full tiles."""
     head, split = tl.program_id(0), tl.program_id(1)
     b, h_kv = head // Hkv, head % Hkv
     length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
@@ -176,8 +197,10 @@ def value_kernel(
     columns = tl.arange(0, BLOCK_D)
     offsets = tl.arange(0, BLOCK_N)
     n = _visible(rows, length, Lq)  # [R]
-    n_float = n.to(tl.float32)
     row_at = head.to(tl.int64) * BLOCK_R + rows
+    list_at = head.to(tl.int64) * x_stride
+    lo = split * split_length
+    stop = tl.minimum(lo + split_length, length)
 
     if REWEIGHT:
         every = tl.arange(0, BLOCK_SPLITS)
@@ -185,41 +208,41 @@ def value_kernel(
         part_mask = row_inside[:, None] & (every < splits)[None, :]
         total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [R]
         x_max = tl.max(tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN), 1)
-        two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n_float, 1.0), 0.0)
-        two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
-        spread = two_a_max - two_tau
-        c = score_scale(n_float, LOG_D) * LN2
-        flat_below = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
-        flat = (n > FIRST_ROWS) & (spread <= flat_below)
-        live = (n > 0) & (flat == 0)
-        slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
-        intercept = tl.where(flat, 1.0, -two_tau * slope)
+        n_float = n.to(tl.float32)
+        slope, intercept = weight_line(total, x_max, n_float, P, LOG_D, LOG_DEGREE)
         # keys of at most tolerance / n of the largest weight weigh together at most tolerance times that
-        matters = tolerance / tl.maximum(n_float, 1.0) * power(tl.maximum(spread * slope, 0.0), P)
+        largest = power(tl.maximum(softplus2(x_max, LOG_DEGREE) * slope + intercept, 0.0), P)
+        matters = tolerance / tl.maximum(n_float, 1.0) * largest
+        count, z = _select_keys(
+            x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
+            P, LOG_DEGREE, BLOCK_R, BLOCK_X,
+        )  # fmt: skip
+        tl.debug_barrier()  # what one thread listed, others read
+        last = lo + count
+    else:
+        z = tl.zeros([BLOCK_R], tl.float32)
+        last = stop
 
     o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    z = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    stop = tl.minimum((split + 1) * split_length, length)
-    for start in tl.range(split * split_length, stop, BLOCK_N, num_stages=STAGES):
-        keys = start + offsets
-        x_mask = row_inside[:, None] & (keys < stop)[None, :]
-        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [R, N]
-        weight = softplus2(x, LOG_DEGREE)
+    for start in tl.range(lo, last, BLOCK_N, num_stages=STAGES):
+        slots = start + offsets
+        inside = slots < last
+        mask = row_inside[:, None] & inside[None, :]
         if REWEIGHT:
-            weight = power(tl.minimum(tl.maximum(weight * slope[:, None] + intercept[:, None], 0.0), 1.0), P)
-            weight = tl.where(x > HIDDEN, weight, 0.0)
-            needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
+            keys = tl.load(list_ptr + list_at + slots, mask=inside, other=0)
+            weight = tl.load(weight_ptr + row_at[:, None] * x_stride + slots[None, :], mask=mask, other=0.0)  # [R, N]
         else:
-            needed = keys < stop
-        z += weight
+            keys = slots
+            x = tl.load(x_ptr + row_at[:, None] * x_stride + slots[None, :], mask=mask, other=HIDDEN)
+            weight = softplus2(x, LOG_DEGREE)
+            z += tl.sum(weight, 1)
         at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
-        v_mask = (needed & (keys < stop))[:, None] & (columns < D)[None, :]
-        v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=v_mask, other=0.0)  # [N, D]
-        o = dot(_repeat_rows(weight.to(v.dtype), BLOCK_R, BLOCK_M, BLOCK_N), v, o, PRECISION=DOT)
+        v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
+        o = dot(_repeat_rows(weight.to(v.dtype), BLOCK_R, BLOCK_M, BLOCK_N), v, o, PRECISION=DOT)  # v: [N, D]
     o = _drop_repeats(o, BLOCK_R, BLOCK_M, BLOCK_D)  # [R, D]
     out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
     tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
-    tl.store(z_ptr + row_at * splits + split, tl.sum(z, 1), mask=row_inside)
+    tl.store(z_ptr + row_at * splits + split, z, mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -228,11 +251,11 @@ def combine_kernel(
     GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the splits' sums, divided by the row's weight."""
+    """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight."""
     head, row = tl.program_id(0), tl.program_id(1)
     b, h = head // Hkv, head % Hkv * GROUP + row // Lq
     every = tl.arange(0, BLOCK_SPLITS)
-    columns = tl.arange(0, BLOCK_D)
+    columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
@@ -276,6 +299,8 @@ def decode(
     scores = q.new_empty((rows, x_stride), dtype=torch.float32)
     parts = q.new_empty((3, rows, splits), dtype=torch.float32)
     o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
+    listed = q.new_empty((B * Hkv, x_stride) if p is not None else 0, dtype=torch.int32)
+    weights = q.new_empty((rows, x_stride) if p is not None else 0)
     o = torch.empty_like(q)
     if lengths is not None:
         lengths = lengths.to(torch.int32)
@@ -293,14 +318,16 @@ def decode(
         **common,
     )  # fmt: skip
     value_kernel[grid](
-        scores, v_cache, parts[0], parts[1], o_parts, parts[2], lengths_or_any, table, *v_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits, float(tolerance),
+        scores, v_cache, parts[0], parts[1], o_parts, parts[2], listed, weights, lengths_or_any, table, *v_strides,
+        table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
         P=int(exponent) if exponent.is_integer() else exponent, REWEIGHT=p is not None,
-        BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits), STAGES=stages, num_warps=warps, **common,
+        BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        STAGES=stages, num_warps=warps, **common,
     )  # fmt: skip
-    combine_kernel[(B * Hkv, group * Lq)](
+    columns = min(block_d, 32)
+    combine_kernel[(B * Hkv, group * Lq, triton.cdiv(D, columns))](
         o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
-        GROUP=group, Lq=Lq, D=D, BLOCK_D=block_d, BLOCK_R=block_r, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        GROUP=group, Lq=Lq, D=D, BLOCK_D=columns, BLOCK_R=block_r, BLOCK_SPLITS=triton.next_power_of_2(splits),
         num_warps=4,
     )  # fmt: skip
     return o

@@ -10,14 +10,9 @@ import triton
 import triton.language as tl
 
 from lssar.ops.fused.primitives import (
-    FIRST_ROWS,
-    FLAT_TOLERANCE,
     HIDDEN,
-    LN2,
-    LOG2E,
     dot,
     ex2_neg_abs,
-    inverse_spread,
     lane_compound,
     lane_max,
     lane_sum,
@@ -25,12 +20,11 @@ from lssar.ops.fused.primitives import (
     log2_1p,
     power,
     read_tile,
-    score_scale,
-    sigmoid2,
     softplus2,
     store_tile,
     tile_source,
     visible_keys,
+    weight_line,
 )
 
 
@@ -139,16 +133,7 @@ def forward_kernel(
             q, keys, key_lo // BLOCK_N1 * BLOCK_N1, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
             D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
         )  # fmt: skip
-        two_tau = total / tl.maximum(n, 1.0)
-        two_tau = tl.where(n > FIRST_ROWS, two_tau, 0.0)
-        two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
-        spread = two_a_max - two_tau
-        c = score_scale(n, LOG_D) * LN2
-        tolerance = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
-        flat = (n > FIRST_ROWS) & (spread <= tolerance)
-        live = (n > 0) & (flat == 0)
-        slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
-        intercept = tl.where(flat, 1.0, -two_tau * slope)
+        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
     else:
         slope = tl.where(n > 0, 1.0, 0.0)
         intercept = slope * 0.0

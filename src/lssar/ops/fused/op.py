@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import os
+from types import ModuleType
 
 import torch
 import triton
 from torch import Tensor
 
-from lssar.ops.fused.backward import key_gradient_kernel, query_gradient_kernel
+from lssar.ops.fused import backward
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
@@ -81,15 +82,15 @@ class _Call:
 
 
 @functools.cache
-def hopper_kernels(d: int) -> tuple | None:
-    """The kernels of hopper.py where they apply; LSSAR_GLUON=0 turns them off."""
+def hopper_kernels(d: int, part: str) -> ModuleType | None:
+    """hopper.py where its kernels apply; LSSAR_GLUON=0 turns them off, =forward or =backward the others of them."""
     if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON") == "0":
+    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON", part) != part:
         return None
     from lssar.ops.fused import hopper
 
-    return hopper.query_gradient_kernel, hopper.key_gradient_kernel
+    return hopper
 
 
 def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -111,13 +112,17 @@ def _forward(
         return o, rows
     unit_q, unit_k = call.normalize(q, k, v)
 
+    aligned = tma_aligned(unit_q, unit_k, v)
+    by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
+    kernel = by_hand.forward_kernel if by_hand else forward_kernel
+
     def run(tile, constants):
-        forward_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
         )  # fmt: skip
 
-    launch("forward", call.D, call.itemsize, tma_aligned(unit_k, v), run)
+    launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
     return o, rows
 
 
@@ -141,19 +146,19 @@ def _backward(
     constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
 
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
-    by_hand = exact_queries and aligned and hopper_kernels(call.D)
-    query_kernel, key_kernel = by_hand or (query_gradient_kernel, key_gradient_kernel)
+    by_hand = exact_queries and aligned and hopper_kernels(call.D, "backward")
+    kernels = by_hand or backward
     suffix = "_hopper" if by_hand else ""
 
     def run_queries(tile, tile_constants):
-        query_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        kernels.query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
             *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
             **constants, **tile_constants,
         )  # fmt: skip
 
     def run_keys(tile, tile_constants):
-        key_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
+        kernels.key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
             *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             *shared, **constants, **tile_constants,

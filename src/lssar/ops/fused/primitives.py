@@ -220,6 +220,23 @@ def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
+def weight_line(total, x_max, n, P: tl.constexpr, LOG_D: tl.constexpr, LOG_DEGREE: tl.constexpr):
+    """(slope, intercept) such that max(slope * 2a + intercept, 0)^P are a row's weights, the largest about 1.
+
+    total: sum of 2a; x_max: largest x; n: visible keys, float. Flat rows get slope 0, intercept 1; empty ones zeros.
+    """
+    two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n, 1.0), 0.0)
+    two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
+    spread = two_a_max - two_tau
+    c = score_scale(n, LOG_D) * LN2
+    tolerance = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
+    flat = (n > FIRST_ROWS) & (spread <= tolerance)
+    live = (n > 0) & (flat == 0)
+    slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
+    return slope, tl.where(flat, 1.0, -two_tau * slope)
+
+
+@triton.jit
 def load_tile(
     ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
 ):  # fmt: skip
