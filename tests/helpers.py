@@ -33,6 +33,8 @@ def views(B: int, Hq: int, L: int) -> dict[str, dict]:
     """Ways to say what a row may see, for self-attention of length L (the pack needs B = 1)."""
     mask = torch.rand(B, Hq, L, L, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[..., 2, :] = False  # a row that sees nothing
+    ranges = torch.stack([torch.arange(L) // 3, torch.arange(L) // 2 + 1], -1).repeat(B, 1, 1)
+    ranges[-1, 1] = torch.tensor([2, 1])  # nothing again
     cases = {
         "causal": {},
         "full": {"causal": False},
@@ -41,6 +43,8 @@ def views(B: int, Hq: int, L: int) -> dict[str, dict]:
         "window": {"window": 5},
         "full, window": {"window": 3, "causal": False},
         "padding": {"key_lengths": torch.arange(B) * (L // 2) + min(L, 2)},
+        "ranges": {"causal": False, "key_ranges": ranges.int()},
+        "causal, ranges": {"key_ranges": ranges[:1] * 2},
     }
     if B == 1:
         cases["pack"] = {"cu_seqlens": torch.tensor([0, 1, 1, 4, L // 2, L])}

@@ -77,6 +77,8 @@ BAD_CALLS = {
     "one length for two rows": (dict(key_lengths=torch.tensor([3])), r"key_lengths must have shape \(2,\)"),
     "length beyond the keys": (dict(key_lengths=torch.tensor([3, 9])), r"key_lengths must lie in 0\.\.8; got 3\.\.9"),
     "negative length": (dict(key_lengths=torch.tensor([-1, 8])), r"key_lengths must lie in 0\.\.8"),
+    "ranges of floats": (dict(key_ranges=torch.zeros(2, 8, 2)), "key_ranges must be an int32 or int64 tensor"),
+    "ranges of keys": (dict(key_ranges=torch.zeros(2, 2, 8).int()), r"key_ranges must have shape \(2, 8, 2\)"),
     "head_scale where there is none": (dict(head_scale=torch.ones(4)), "has no learned scale"),
     "head_scale of key heads": (
         dict(spec="ssmax", head_scale=torch.ones(2)),

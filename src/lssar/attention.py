@@ -26,13 +26,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    head_scale: Tensor | None = ..., return_weights: Literal[False] = ..., impl: Implementation = ...,
+    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., return_weights: Literal[False] = ...,
+    impl: Implementation = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    head_scale: Tensor | None = ..., return_weights: Literal[True], impl: Implementation = ...,
+    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., return_weights: Literal[True],
+    impl: Implementation = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -45,6 +47,7 @@ def attention(
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     head_scale: Tensor | None = None,
     return_weights: bool = False,
     impl: Implementation = "auto",
@@ -62,6 +65,8 @@ def attention(
         cu_seqlens: (documents + 1,) int32 or int64, 0 to L: batch row 0 holds documents packed one after the other,
             and each sees only itself, as if called alone.
         key_lengths: (B,) int: keys at and after this position are padding.
+        key_ranges: (B or 1, Lq, 2) int: of what else it may see, each row sees keys first <= j < end only. Paddings at
+            either side, packs, windows and half-filled caches are all this, at no memory of Lq x Lk.
         head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
         impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (LSSA and LSSAR by
@@ -72,23 +77,27 @@ def attention(
     """
     spec = spec_of(spec)
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, impl)
+    _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, key_ranges, impl)
     if head_scale is not None or spec.head_scale is not None:
         q = _apply_head_scale(q, spec, head_scale)
 
-    if window is not None and causal and not return_weights and mask is cu_seqlens is key_lengths is None:
+    if window is not None and causal and not return_weights and mask is cu_seqlens is key_lengths is key_ranges is None:
         k, v, window = _in_window(k, v, q.shape[2], window)
 
     choice: str = "tiled" if impl == "auto" else impl
     if impl == "fused" or (impl == "auto" and q.is_cuda):
-        masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths))
+        masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths, key_ranges))
         obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
         if obstacle is None:
             return sdpa.sdpa_attention(q, k, v, spec, causal)
         if spec.activation != "exp":
-            obstacle = fused.why_not(q, k, v, spec, mask=mask, window=window, return_weights=return_weights)
-        if obstacle is None and q.shape[2] == 1 and not masked and not _needs_gradient(q, k, v):
-            return fused.fused_decode(q, k, v, p=spec.p, tolerance=DECODE_TOLERANCE.get(q.dtype, 0.0))
+            obstacle = fused.why_not(
+                q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
+            )
+        only_lengths = not any(x is not None for x in (mask, window, cu_seqlens, key_ranges))
+        if obstacle is None and q.shape[2] == 1 and only_lengths and not _needs_gradient(q, k, v):
+            tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
+            return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
         if obstacle is None:
             return fused.fused_attention(
                 q, k, v, p=spec.p, causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window
@@ -98,7 +107,7 @@ def attention(
 
     see = visibility(
         q.shape[2], k.shape[2], q.device, causal=causal, window=window, cu_seqlens=cu_seqlens, key_lengths=key_lengths,
-        mask=mask,
+        key_ranges=key_ranges, mask=mask,
     )  # fmt: skip
     if choice == "reference":
         o, w = safe_reference_attention(q, k, v, see.dense(k.shape[2]), spec)
@@ -147,8 +156,9 @@ def _show(x: Any) -> str:
 
 
 def _check(
-    q: Any, k: Any, v: Any, causal: Any, mask: Any, window: Any, cu_seqlens: Any, key_lengths: Any, impl: Any
-) -> None:
+    q: Any, k: Any, v: Any, causal: Any, mask: Any, window: Any, cu_seqlens: Any, key_lengths: Any, key_ranges: Any,
+    impl: Any,
+) -> None:  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
             raise ValueError(f"{name} must be a tensor (batch, heads, length, head size); got {_show(x)}")
@@ -184,6 +194,12 @@ def _check(
             low, high = (int(key_lengths.min()), int(key_lengths.max())) if q.shape[0] else (0, 0)
             if low < 0 or high > k.shape[2]:
                 raise ValueError(f"key_lengths must lie in 0..{k.shape[2]}; got {low}..{high}")
+    if key_ranges is not None:
+        shapes = [(b, q.shape[2], 2) for b in (q.shape[0], 1)]
+        if not isinstance(key_ranges, Tensor) or key_ranges.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"key_ranges must be an int32 or int64 tensor; got {_show(key_ranges)}")
+        if tuple(key_ranges.shape) not in shapes:
+            raise ValueError(f"key_ranges must have shape {shapes[0]}, first and end a row; got {_show(key_ranges)}")
     if cu_seqlens is not None:
         _check_pack(cu_seqlens, q, k)
 

@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "generate": "lssar.commands.evaluate:Generate",
     "plot": "lssar.commands.evaluate:Plot",
     "reproduce": "lssar.commands.reproduce:Reproduce",
+    "export": "lssar.commands.export:Export",
     "bench": "lssar.commands.bench:Bench",
     "specs": "lssar.commands.bench:Specs",
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -100,7 +101,7 @@ class ModelConfig:
         check_fields(cls, fields)
         fields = dict(fields)
         if (kept := fields.get("attention")) is not None:
-            several = isinstance(kept, list)
+            several = isinstance(kept, (list, tuple))
             fields["attention"] = tuple(map(_spec, kept)) if several else _spec(kept)
         if "tpa_ranks" in fields:
             fields["tpa_ranks"] = tuple(fields["tpa_ranks"])
@@ -211,13 +212,19 @@ class GPT(nn.Module):
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """(B, L) to (B, L, W), before the head; memory is linear in L."""
-        x = self.embed(ids)
-        positions = self._positions(ids, cache, cu_seqlens)
+        caches = cache.layers if cache is not None else None
+        recompute = self.config.checkpoint_layers and self.training and cache is None
+        again = partial(checkpoint, use_reentrant=False) if recompute else None
+        return self.through(self.embed(ids), self._positions(ids, cache, cu_seqlens), caches, again)
+
+    def through(
+        self, x: Tensor, positions: Positions, caches: Sequence[LayerCache] | None = None,
+        recompute: Callable[..., Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Embeddings (B, L, W) through all blocks and the last norm; `recompute` calls a block and forgets it."""
         for index, block in enumerate(self.blocks):
-            if self.config.checkpoint_layers and self.training and cache is None:
-                x = checkpoint(block, x, positions, use_reentrant=False)
-            else:
-                x = block(x, positions, cache.layers[index] if cache is not None else None)
+            cache = caches[index] if caches is not None else None
+            x = block(x, positions, cache) if recompute is None else recompute(block, x, positions, cache)
         return self.norm(x)
 
     def _positions(self, ids: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:

@@ -6,6 +6,7 @@ Shape letters: B batch, L tokens of this call, T tokens seen so far, H query hea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,6 +95,8 @@ class Positions:
     slopes: Tensor | None  # ALiBi
     cu_seqlens: Tensor | None
     window: int | None
+    attend: Callable[..., Tensor] | None = None
+    """In place of `lssar.attention` with the two above, where masks are kept by somebody else."""
 
 
 Projection = Literal["plain", "tpa"]
@@ -182,7 +185,11 @@ class Attention(nn.Module):
         if positions.slopes is not None:
             q, k = add_alibi(q, k, positions.slopes)
             v = F.pad(v, (0, ALIBI_ROOM))  # one head size for all three: without it the fused kernels refuse
-        o = attention(
-            q, k, v, self.spec, head_scale=self.head_scale, window=positions.window, cu_seqlens=positions.cu_seqlens
-        )[..., :size]  # fmt: skip
+        if positions.attend is not None:
+            o = positions.attend(q, k, v, self.spec, head_scale=self.head_scale)
+        else:
+            o = attention(
+                q, k, v, self.spec, head_scale=self.head_scale, window=positions.window, cu_seqlens=positions.cu_seqlens
+            )  # fmt: skip
+        o = o[..., :size]
         return self.out(o.transpose(1, 2).flatten(2))

@@ -33,6 +33,7 @@ def visibility(
     window: int | None = None,
     cu_seqlens: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Visibility:
     """Arguments as `lssar.attention` documents them, already checked."""
@@ -51,4 +52,7 @@ def visibility(
     start, stop = start[None], stop[None]
     if key_lengths is not None:
         stop = torch.minimum(stop, key_lengths.to(device=device, dtype=torch.int64)[:, None])
+    if key_ranges is not None:
+        first, end = key_ranges.to(device=device, dtype=torch.int64).unbind(-1)
+        start, stop = torch.maximum(start, first), torch.minimum(stop, end)
     return Visibility(start, torch.maximum(start, stop), mask)

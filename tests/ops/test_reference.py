@@ -58,7 +58,7 @@ def plain_row(q, keys, spec):
 
 
 @pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
-@pytest.mark.parametrize("view", ["causal", "full", "mask", "window", "padding"])
+@pytest.mark.parametrize("view", ["causal", "full", "mask", "window", "padding", "ranges"])
 def test_rows_equal_the_formulas(spec, view):
     B, H, L = 2, 2, 9
     q, k, v = qkv(B=B, Hq=H, Hkv=1, Lq=L, Lk=L, D=4, grad=False)
@@ -76,6 +76,7 @@ def test_rows_equal_the_formulas(spec, view):
                     and (j <= i or options.get("causal") is False)
                     and i - j < options.get("window", L)
                     and j < (options["key_lengths"][b] if "key_lengths" in options else L)
+                    and ("key_ranges" not in options or j in range(*options["key_ranges"][b, i].tolist()))
                 ]
                 row = plain_row((q[b, h, i] * head_scale).tolist(), [k[b, 0, j].tolist() for j in seen], spec)
                 expected = torch.zeros(L, dtype=torch.float64)

@@ -90,6 +90,10 @@ class Gpt2Tokenizer:
                 f"path of a ranks file (gpt2.tiktoken) as the tokenizer"
             ) from error
 
+    @property
+    def ranks(self) -> dict[bytes, int]:
+        return self._ranks if self.file is not None else self._encoding._mergeable_ranks
+
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._encoding.encode_ordinary(text), np.uint16)
 

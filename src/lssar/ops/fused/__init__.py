@@ -21,7 +21,7 @@ LONGEST = 2**30
 
 def why_not(
     q: Tensor, k: Tensor, v: Tensor, spec: Any, *, mask: Tensor | None = None, window: int | None = None,
-    return_weights: bool = False,
+    key_ranges: Tensor | None = None, return_weights: bool = False,
 ) -> str | None:  # fmt: skip
     """None if the fused kernels can run this call, else a sentence a user can act on."""
     if (
@@ -32,6 +32,8 @@ def why_not(
         or spec.head_scale is not None
     ):
         return f"the fused kernels compute LSSA and LSSAR only; {spec.name!r} needs impl='tiled'"
+    if key_ranges is not None:
+        return "the fused kernels take no ranges of keys; give padding as key_lengths, packs as cu_seqlens"
     if mask is not None:
         return "the fused kernels take no mask; give padding as key_lengths, packs as cu_seqlens, or use impl='tiled'"
     if return_weights:

@@ -1,0 +1,39 @@
+"""`lssar export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from lssar.commands.common import console, say_where
+
+
+@dataclass
+class Export:
+    """Write a run as a folder that Hugging Face transformers loads: `lssar export RUN DIR`."""
+
+    run_folder: tyro.conf.Positional[Path]
+    folder: tyro.conf.Positional[Path]
+    """To be made; there must be no such folder yet."""
+    tokenizer: str | None = None
+    """bytes, gpt2, or a file; what the run was trained with, if not given."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    overwrite: bool = False
+    """Replace a folder that an earlier export made."""
+
+    def run(self) -> None:
+        from lssar.integrations.huggingface import check_version
+
+        check_version()
+        from lssar.integrations.huggingface.export import export
+
+        with console.status("exporting"):
+            files = export(self.run_folder, self.folder, self.tokenizer, self.dtype, self.overwrite)
+        say_where(files)
+        console.print(
+            f'load it with: import lssar; AutoModelForCausalLM.from_pretrained("{self.folder}")', highlight=False,
+            soft_wrap=True,
+        )  # fmt: skip

@@ -1,0 +1,174 @@
+"""The attention function that transformers calls in every layer, for each of our mechanisms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from lssar.attention import attention
+from lssar.integrations.huggingface.masks import CODE, FEWEST_KEYS
+from lssar.specs import AttentionSpec, spec
+
+REFUSED = {
+    "softcap": "a soft cap on the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "alibi": "a bias on the scores",
+    "head_mask": "a head mask",
+    "cache": "continuous batching with a paged cache",
+}
+"""Arguments that some models pass to their attention and that change its numbers."""
+
+
+def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function to register as `attn_implementation=name`."""
+
+    def lssar_attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if dropout:
+            raise ValueError(
+                f"{name!r} attention has no dropout; got {dropout}. Set the model's attention dropout to 0 "
+                "(config.attention_dropout, or config.attn_pdrop for GPT-2)"
+            )
+        for argument, what in REFUSED.items():
+            if kwargs.get(argument) is not None:
+                raise ValueError(f"{name!r} attention does not support {what}, which this model asks for ({argument})")
+        if attention_mask is None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+            raise RuntimeError(
+                f"{name!r} has no mask function, so that padding would be seen; call "
+                "lssar.integrations.huggingface.register(), which registers both"
+            )
+        mechanism = mechanism_of(name, module)
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if scaling is not None and not mechanism.cosine and mechanism.scale == "rsqrt_d":
+            factor = scaling * math.sqrt(query.shape[-1])  # under cosine a factor of q is divided out again
+            query = query if math.isclose(factor, 1.0) else query * factor
+        o, weights = masked_attention(
+            query, key, value, mechanism, mask=attention_mask, causal=causal, cu_seqlens=kwargs.get("cu_seq_lens_q"),
+            return_weights=bool(kwargs.get("output_attentions")),
+        )  # fmt: skip
+        return o.transpose(1, 2).contiguous(), weights
+
+    lssar_attention.__name__ = f"{name}_attention"
+    return lssar_attention
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mechanism: AttentionSpec, *, mask: Tensor | None, causal: bool = True,
+    cu_seqlens: Tensor | None = None, head_scale: Tensor | None = None, return_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`lssar.attention` under a mask as transformers hands it to a layer: a code of `masks.py` or the user's own."""
+    q, k, v, view = _arguments(query, key, value, mask, causal, cu_seqlens)
+    batch, _, queries, _ = query.shape
+    packed = q.shape[0] != batch
+    if return_weights:
+        if packed:
+            raise ValueError(
+                "the weights of a packed batch are not kept; ask for output_attentions a document at a time"
+            )
+        o, weights = attention(q, k, v, mechanism, head_scale=head_scale, return_weights=True, **view)
+        return o, nn.functional.pad(weights, (0, key.shape[2] - weights.shape[-1]))
+    o = attention(q, k, v, mechanism, head_scale=head_scale, **view)
+    return (o[0].unflatten(1, (batch, queries)).transpose(0, 1) if packed else o), None
+
+
+def mechanism_of(name: str, module: nn.Module) -> AttentionSpec:
+    """The named mechanism with the changes of the model's config, `config.lssar`."""
+    changes = getattr(getattr(module, "config", None), "lssar", None)
+    return spec(name) if not changes else getattr(_CHANGED, _place(name, tuple(changes.items())))
+
+
+_CHANGED = SimpleNamespace()
+"""Mechanisms with changes, each under a name of its own: torch.compile follows an attribute, and makes no specs."""
+
+
+@torch.compiler.assume_constant_result
+def _place(name: str, changes: tuple[tuple[str, Any], ...]) -> str:
+    made = spec(name, **dict(changes))
+    place = f"{name}_{len(vars(_CHANGED))}"
+    for known, value in vars(_CHANGED).items():
+        if value == made:
+            return known
+    setattr(_CHANGED, place, made)
+    return place
+
+
+def _arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """q, k, v and what `lssar.attention` is to be told about them."""
+    (B, _, Lq, _), Lk = q.shape, k.shape[2]
+    if mask is None:
+        return _unmasked(q, k, v, causal, cu_seqlens)
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        raise ValueError(f"an attention mask must have four dimensions here; got {_show(mask)}")
+    if mask.dtype == torch.bool:
+        return q, k, v, {"causal": False, "mask": mask[..., :Lk]}
+    if mask.is_floating_point():
+        return q, k, v, {"causal": False, "mask": _from_additive(mask)[..., :Lk]}
+    if mask.dtype == CODE and Lk >= FEWEST_KEYS and mask.shape[0] in (1, B) and mask.shape[1] == 1:
+        rows, numbers = mask.shape[2:]
+        if (rows, numbers) == (1, 1):
+            return q, k, v, {"causal": Lq > 1, "key_lengths": mask.reshape(-1).expand(B)}
+        if (rows, numbers) == (Lq, 2):
+            return q, k, v, {"causal": False, "key_ranges": mask[:, 0]}
+        if (rows, numbers) == (Lq, 1) and Lq == Lk:
+            return _as_pack(q, k, v, mask[:, 0, :, 0].expand(B, Lq))
+    raise ValueError(
+        f"a mask must be bool (batch, heads or 1, {Lq}, {Lk}), True where a row may see; got {_show(mask)}"
+    )
+
+
+def _unmasked(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    queries = q.shape[2]
+    if cu_seqlens is not None and q.shape[0] == 1 and queries == k.shape[2]:
+        return q, k, v, {"causal": causal, "cu_seqlens": cu_seqlens}
+    if causal and queries > 1:  # the keys beyond are slots of a static cache that is still empty
+        k, v = k[:, :, :queries], v[:, :, :queries]
+    return q, k, v, {"causal": causal and queries > 1}
+
+
+def _as_pack(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """All documents of the batch in one row, as the fused kernels take them; `start` (B, L), within each batch row."""
+    B, L = start.shape
+    rows = torch.arange(B * L, device=start.device)
+    start = start.flatten() + rows // L * L
+    # Starts in order, then the total again and again: empty documents at the end, and a shape that no value decides.
+    bounds = torch.where(start == rows, rows, B * L).sort().values
+    bounds = torch.cat([bounds, bounds.new_full((1,), B * L)])
+    q, k, v = (x if B == 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
+    return q, k, v, {"causal": True, "cu_seqlens": bounds}
+
+
+def _from_additive(mask: Tensor) -> Tensor:
+    """A float mask of zeros and very negative numbers as a bool one."""
+    if torch.compiler.is_compiling():
+        raise ValueError("under torch.compile give a 4-dimensional attention mask as bool, True where a row may see")
+    seen = mask == 0
+    if bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
+        raise ValueError(
+            "this attention adds no bias to its scores: a float mask may hold 0 and the dtype's lowest only"
+        )
+    return seen
+
+
+def _show(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

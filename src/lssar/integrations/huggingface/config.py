@@ -1,0 +1,48 @@
+"""Our model's settings as transformers keeps them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from lssar.model import ModelConfig, model_config
+
+
+class LssarConfig(PreTrainedConfig):
+    """`model` holds every field of `lssar.model.ModelConfig`, the mechanism among them; the rest is transformers'."""
+
+    model_type = "lssar"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    model: dict | None = None
+    ntk_factor: float = 1.0
+    """The rotary base is stretched as for a context so many times the trained one (NTK-aware); 1: as trained."""
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.model = (ModelConfig.from_dict(self.model) if self.model else model_config("124m")).to_dict()
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        fields.pop("attn_implementation", None)  # the mechanism is in `model`, and nothing else may be asked for
+        return fields
+
+    @property
+    def gpt(self) -> ModelConfig:
+        return ModelConfig.from_dict(self.model or {})
+
+    # The names under which transformers, its caches and lm-eval look for the same facts.
+    vocab_size = property(lambda self: self.model["vocab_size"])
+    hidden_size = property(lambda self: self.model["width"])
+    num_hidden_layers = property(lambda self: self.model["layers"])
+    num_attention_heads = property(lambda self: self.model["heads"])
+    num_key_value_heads = property(lambda self: self.model["key_heads"] or self.model["heads"])
+    head_dim = property(lambda self: self.model["width"] // self.model["heads"])
+    max_position_embeddings = property(lambda self: self.model["train_length"])
+    sliding_window = property(lambda self: self.model["window"])

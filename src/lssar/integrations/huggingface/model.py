@@ -1,0 +1,141 @@
+"""Our GPT as a transformers model: its caches, masks, loss and `generate` around `lssar.model.GPT`, same arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from lssar.integrations.huggingface.attention import masked_attention
+from lssar.integrations.huggingface.config import LssarConfig
+from lssar.model import GPT
+from lssar.nn import LayerCache, Positions, alibi_slopes, ntk_base, rotary_angles
+
+IMPLEMENTATION = "lssar"
+"""What transformers is told of the attention. The mechanism is the model's own; this only finds the mask function."""
+
+
+class LssarForCausalLM(PreTrainedModel, GenerationMixin):
+    """A run of `lssar train` in transformers; made by `lssar export`, loaded by `AutoModelForCausalLM`."""
+
+    config_class = LssarConfig
+    base_model_prefix = "gpt"
+    supports_gradient_checkpointing = True
+    _no_split_modules = {"Block"}  # noqa: RUF012 (as transformers types it)
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: LssarConfig) -> None:
+        super().__init__(config)
+        self.gpt = GPT(config.gpt)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        if attn_implementation not in (None, IMPLEMENTATION):
+            raise ValueError(
+                f"this model has its mechanism in its config ({self.config.gpt.layer_specs[0].name!r}, trained in); "
+                f"attn_implementation={attn_implementation!r} would run other arithmetic over its weights"
+            )
+        return IMPLEMENTATION
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.gpt._initialise(module)
+        if isinstance(module, GPT) and module.slopes is not None:  # not among the weights, so that it must be made
+            nn.init.zeros_(module.slopes).add_(alibi_slopes(module.config.heads).to(module.slopes))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.gpt.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
+        self.gpt.embed = value
+
+    def get_output_embeddings(self) -> None:
+        """None of its own: the head is the embedding."""
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("the vocabulary is fixed when the model is made: config.model['vocab_size']")
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        for wanted in ("output_attentions", "output_hidden_states"):
+            if kwargs.get(wanted) or getattr(self.config, wanted, False):
+                raise ValueError(f"{wanted} is not supported; `lssar diagnose` shows attention rows")
+        x = self.gpt.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        recompute = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
+        use_cache = (self.config.use_cache if use_cache is None else use_cache) and recompute is None
+        if use_cache and past_key_values is None and not self.training:
+            past_key_values = DynamicCache(config=self.config)
+        caches = None
+        if past_key_values is not None:
+            caches = [_TransformersCache(past_key_values, layer) for layer in range(self.gpt.config.layers)]
+        positions = self._positions(x, attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
+        hidden = self.gpt.through(x, positions, caches, recompute)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.gpt.logits(hidden[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.gpt.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _positions(
+        self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None,
+        cu_seqlens: Tensor | None,
+    ) -> Positions:  # fmt: skip
+        config = self.gpt.config
+        if position_ids is None:
+            seen = cache.get_seq_length() if cache is not None else 0
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
+        make = create_causal_mask if config.window is None else create_sliding_window_causal_mask
+        seen_by = make(
+            config=self.config, inputs_embeds=x, attention_mask=mask, past_key_values=cache, position_ids=position_ids
+        )
+        assert seen_by is None or isinstance(seen_by, Tensor)
+        angles = None
+        if config.position == "rope":
+            base = ntk_base(config.rope_base, self.config.ntk_factor, config.head_size)
+            angles = rotary_angles(position_ids[:, None], config.head_size, base)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mechanism: Any, head_scale: Tensor | None) -> Tensor:
+            return masked_attention(q, k, v, mechanism, mask=seen_by, cu_seqlens=cu_seqlens, head_scale=head_scale)[0]
+
+        return Positions(angles, self.gpt.slopes, None, None, attend)
+
+
+class _TransformersCache(LayerCache):
+    """One layer's part of a transformers cache, which keeps two tensors a layer: ours go in joined, two and two."""
+
+    def __init__(self, cache: Cache, layer: int) -> None:
+        super().__init__(room=0)  # the other cache has its own ideas of room
+        self.cache, self.layer = cache, layer
+
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
+        half = len(new) // 2
+        parts = new[:half], new[half:]
+        keys, values = self.cache.update(torch.cat(parts[0], -1), torch.cat(parts[1], -1), self.layer)
+        return tuple(
+            piece
+            for whole, part in zip((keys, values), parts)
+            for piece in whole.split([x.shape[-1] for x in part], -1)
+        )

@@ -1,0 +1,77 @@
+"""Tiny models of the families that the Hugging Face integration promises, and helpers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+
+ROOT = Path(__file__).parent.parent.parent
+VOCAB = 97
+_SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+_SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**_SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=None),
+    "mistral, window 6": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=6),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, resid_pdrop=0.0,
+        embd_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+def make(family: str, mechanism: str = "lssar", dtype: torch.dtype = torch.float64, **settings):
+    """A model with weights large enough for its attention to matter."""
+    config = FAMILIES[family]()
+    for name, value in settings.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=mechanism).to(dtype).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(8)
+    return model
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
+    """A batch with padding at one side, and positions that do not count it."""
+    length = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), length, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        place = slice(length - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = row, 1
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a new process that has no network."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """Any attempt to connect fails the test."""
+    import socket
+
+    def refuse(*_, **__):
+        raise AssertionError("a test reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)

@@ -1,0 +1,375 @@
+"""Any transformers model with our mechanisms: caches, padding, packs, training, saving, refusals."""
+
+import json
+
+import pytest
+import torch
+
+import lssar
+from tests.integrations.families import FAMILIES, VOCAB, make, no_network, padded, python, tokens
+
+transformers = pytest.importorskip("transformers")
+from lssar.integrations import huggingface  # noqa: E402
+from lssar.integrations.huggingface import masks  # noqa: E402
+from lssar.integrations.huggingface.attention import masked_attention  # noqa: E402
+
+__all__ = ["no_network"]
+CACHES = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
+close = torch.testing.assert_close
+
+
+@pytest.fixture(params=[False, True], ids=["tiled codes", "fused codes"])
+def codes(request, monkeypatch):
+    """Masks as they are made on a CPU, and as they are made for the fused kernels of a GPU."""
+    monkeypatch.setattr(masks, "fused_on", lambda device: request.param)
+
+
+def greedy(model, batch, **settings):
+    batch = {key: value for key, value in batch.items() if key != "position_ids"}
+    return model.generate(**batch, max_new_tokens=7, min_new_tokens=7, do_sample=False, **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_is_the_same_with_every_cache(family, codes):
+    model = make(family)
+    rows = [tokens(9, seed=1), tokens(5, seed=2)]
+    batch = padded(rows, "left")
+    made = {name: greedy(model, batch, **settings)[:, 9:] for name, settings in CACHES.items()}
+    alone = torch.cat([greedy(model, padded([row], "left"))[:, len(row) :] for row in rows])
+    for name, out in made.items():
+        assert out.tolist() == alone.tolist(), f"{name} cache, left-padded batch against single prompts"
+    assert len(set(alone.flatten().tolist())) > 3  # it does not just repeat itself
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_equals_alone(family, side, codes):
+    model = make(family)
+    rows = [tokens(12, seed=1), tokens(7, seed=2), tokens(3, seed=3)]
+    logits = model(**padded(rows, side)).logits
+    for i, row in enumerate(rows):
+        place = slice(12 - len(row), None) if side == "left" else slice(0, len(row))
+        close(logits[i, place], model(row[None]).logits[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_separate(family, codes):
+    model = make(family)
+    documents = [tokens(n, seed=n) for n in (5, 9, 1, 8)]
+    ids, positions = torch.cat(documents)[None], torch.cat([torch.arange(len(d)) for d in documents])[None]
+    apart = torch.cat([model(document[None], use_cache=False).logits for document in documents], 1)
+    close(model(ids, position_ids=positions, use_cache=False).logits, apart)
+    bounds = torch.tensor([0, 5, 14, 15, 23], dtype=torch.int32)
+    if "window" not in family:  # as DataCollatorWithFlattening gives them
+        told = dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=9, max_length_k=9)
+        close(model(ids, position_ids=positions, use_cache=False, **told).logits, apart)
+
+
+def test_chunks_of_a_prompt_equal_the_whole(codes):
+    model = make("llama")
+    ids = tokens(2, 14)
+    whole = model(ids).logits
+    for cache in (transformers.DynamicCache(), transformers.StaticCache(config=model.config, max_cache_len=20)):
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([6, 5, 1, 2], 1)]
+        close(torch.cat(parts, 1), whole)
+
+
+def test_the_layers_run_the_mechanism():
+    """Against lssar.attention on the very q, k, v of a layer, GQA included; and other mechanisms give other numbers."""
+    seen = {}
+    model = make("llama", lssar={"p": 3})
+    layer = model.model.layers[0].self_attn
+    ids = tokens(2, 11)
+    layer.o_proj.register_forward_pre_hook(lambda module, inputs: seen.update(o=inputs[0]))
+    layer.q_proj.register_forward_hook(lambda module, inputs, out: seen.update(x=inputs[0]))
+    logits = model(ids).logits
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, v = (f(seen["x"]).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *model.model.rotary_emb(seen["x"], torch.arange(11)[None]))
+    assert (q.shape[1], k.shape[1]) == (4, 2)
+    expected = lssar.attention(q, k, v, lssar.spec("lssar", p=3), impl="reference").transpose(1, 2).flatten(2)
+    close(seen["o"], expected)
+    others = [make("llama", name)(ids).logits for name in ("lssar", "lssa", "cosine_softmax", "sdpa")]
+    for other in others:
+        assert (other - logits).abs().max() > 1e-3
+    close(make("llama", "softmax")(ids).logits, others[-1])  # our softmax is theirs
+
+
+def test_output_attentions_are_the_weights():
+    model = make("llama")
+    attentions = model(tokens(1, 9), output_attentions=True).attentions
+    assert len(attentions) == 2
+    close(attentions[0].sum(-1), torch.ones(1, 4, 9, dtype=torch.float64))
+    assert attentions[0][0, :, 2, 3:].abs().max() == 0
+
+
+LEFT, RIGHT = ([row, [1] * 9] for row in ([0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 0, 0]))
+BOTH = [[0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 1, 1]]
+STATIC_LEFT = [[0, 0, 1, 1, 1, 1], [1] * 6]
+SEEN = {
+    "plain": dict(q_length=9, kv_length=9),
+    "one query": dict(q_length=1, kv_length=9, q_offset=8),
+    "second chunk": dict(q_length=4, kv_length=9, q_offset=5),
+    "static, empty": dict(q_length=4, kv_length=9),
+    "static, chunk": dict(q_length=3, kv_length=9, q_offset=torch.tensor(2)),
+    "static, one query": dict(q_length=1, kv_length=9, q_offset=torch.tensor(4)),
+    "left": dict(q_length=9, kv_length=9, attention_mask=LEFT),
+    "right": dict(q_length=9, kv_length=9, attention_mask=RIGHT),
+    "both sides": dict(q_length=9, kv_length=9, attention_mask=BOTH),
+    "holes": dict(q_length=9, kv_length=9, attention_mask=[[1, 0, 1, 1, 1, 0, 0, 1, 1], [1] * 9]),
+    "nothing real": dict(q_length=9, kv_length=9, attention_mask=[[0] * 9, [1] * 9]),
+    "left, one query": dict(q_length=1, kv_length=9, q_offset=8, attention_mask=LEFT),
+    "left, second chunk": dict(q_length=3, kv_length=9, q_offset=6, attention_mask=LEFT),
+    "static, left, prefill": dict(q_length=5, kv_length=9, attention_mask=[[0, 0, 1, 1, 1], [1] * 5]),
+    "static, left, one query": dict(q_length=1, kv_length=9, q_offset=torch.tensor(5), attention_mask=STATIC_LEFT),
+    "pack": dict(q_length=9, kv_length=9, pack=[[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1]]),
+    "window": dict(q_length=9, kv_length=9, local_size=3),
+    "window, left": dict(q_length=9, kv_length=9, local_size=3, attention_mask=LEFT),
+    "wide window": dict(q_length=9, kv_length=9, local_size=30),
+    "both ways": dict(q_length=9, kv_length=9, both=True, attention_mask=RIGHT),
+    "two keys": dict(q_length=2, kv_length=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_codes_say_what_the_mask_says(case, codes):
+    from transformers import masking_utils as theirs
+
+    ask = {"batch_size": 2, "mask_function": theirs.causal_mask_function, **SEEN[case]}
+    if (pack := ask.pop("pack", None)) is not None:
+        pattern = theirs.packed_sequence_mask_function(torch.tensor(pack))
+        ask |= {"mask_function": theirs.and_masks(theirs.causal_mask_function, pattern), "allow_is_causal_skip": False}
+    if "local_size" in ask:
+        ask["mask_function"] = theirs.sliding_window_causal_mask_function(ask["local_size"])
+    if ask.pop("both", False):
+        ask |= {"mask_function": theirs.bidirectional_mask_function, "allow_is_causal_skip": False}
+    real = torch.ones(2, ask["q_length"], dtype=torch.bool)
+    if "attention_mask" in ask:
+        ask["attention_mask"] = torch.tensor(ask["attention_mask"], dtype=torch.bool)
+        first = int(ask.get("q_offset", 0))
+        real = ask["attention_mask"][:, first : first + ask["q_length"]]
+    code = masks.visible_keys(**ask)
+    dense = theirs.sdpa_mask(**{**ask, "allow_is_causal_skip": False})
+    if case not in ("holes", "two keys"):
+        assert code is None or code.dtype == torch.int32, "an Lq x Lk mask where a few numbers would do"
+    torch.manual_seed(1)
+    q = torch.randn(2, 4, ask["q_length"], 8, dtype=torch.float64)
+    k, v = (torch.randn(2, 2, ask["kv_length"], 8, dtype=torch.float64) for _ in range(2))
+    expected = lssar.attention(q, k, v, "lssar", causal=False, mask=dense, impl="reference")
+    o, _ = masked_attention(q, k, v, lssar.spec("lssar"), mask=code, causal=case != "both ways")
+    close(o.transpose(1, 2)[real], expected.transpose(1, 2)[real])  # rows of padding are nobody's
+
+
+def test_codes_have_the_kinds_that_the_fused_kernels_take(monkeypatch):
+    monkeypatch.setattr(masks, "fused_on", lambda device: True)
+    shape = lambda **ask: tuple(masks.visible_keys(batch_size=2, q_length=9, kv_length=9, **ask).shape)  # noqa: E731
+    right, left = (torch.tensor([row, [1] * 9], dtype=torch.bool) for row in ([1] * 5 + [0] * 4, [0] * 4 + [1] * 5))
+    assert shape(attention_mask=right) == (2, 1, 1, 1)
+    assert shape(attention_mask=left) == (2, 1, 9, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("mechanism", ["lssar", "cosine_softmax"])
+def test_loss_falls(family, mechanism):
+    model = make(family, mechanism, torch.float32).train()
+    torch.manual_seed(0)
+    model.apply(model._init_weights)
+    if family == "llama":
+        model.gradient_checkpointing_enable()
+    batch = padded([tokens(24, seed=1), tokens(17, seed=2)], "right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        loss = model(**batch, labels=labels).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_checkpointing_changes_nothing():
+    batch = padded([tokens(13, seed=1), tokens(8, seed=2)], "left")
+    gradients = []
+    for checkpointing in (False, True):
+        model = make("llama").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    close(gradients[0], gradients[1])
+
+
+def test_bfloat16_weights_and_autocast():
+    model = make("llama", dtype=torch.float32)
+    batch = padded([tokens(13, seed=1), tokens(8, seed=2)], "left")
+    real = batch["attention_mask"].bool()
+    exact = model(**batch).logits[real]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = model(**batch).logits[real]
+    low = model.bfloat16()(**batch).logits[real]
+    for got in (mixed, low):
+        assert got.dtype == torch.bfloat16
+        error = (got.float() - exact).norm() / exact.norm()
+        assert 0 < error < 0.15
+
+
+def compiled_equals_eager(family, how, backend="aot_eager"):
+    torch._dynamo.reset()
+    model = make(family, lssar={"p": 3}).train()
+    batch = {"input_ids": tokens(2, 12)}
+    if how == "padded":
+        batch = padded([tokens(12, seed=1), tokens(8, seed=2)], "right")
+    if how == "packed":
+        batch |= {"position_ids": torch.tensor([[*range(5), *range(7)], [*range(10), *range(2)]])}
+    real = batch.get("attention_mask", torch.ones(2, 12)).bool()
+    results = []
+    for run in (model, torch.compile(model, backend=backend, fullgraph=True)):
+        logits = run(**batch, use_cache=False).logits[real]
+        logits.logsumexp(-1).sum().backward()
+        results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+    close(results[0], results[1])
+
+
+def test_compiled_equals_eager(codes):
+    compiled_equals_eager("llama", "padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_compiled_equals_eager(family, how, backend, codes):
+    compiled_equals_eager(family, how, backend)
+
+
+def test_compiled_refuses_holes_where_it_cannot_look(monkeypatch):
+    monkeypatch.setattr(masks, "fused_on", lambda device: True)
+    torch._dynamo.reset()
+    batch = padded([tokens(12, seed=1), tokens(8, seed=2)], "right")
+    batch["attention_mask"][0, 4] = 0
+    with pytest.raises(RuntimeError, match=r"under torch\.compile lssar takes padding at the sides"):
+        torch.compile(make("llama"), backend="aot_eager", fullgraph=True)(**batch, use_cache=False)
+
+
+def test_masks_of_the_users_own():
+    model = make("llama")
+    ids = tokens(2, 8)
+    seen = torch.ones(8, 8, dtype=torch.bool).tril().expand(2, 1, 8, 8).clone()
+    seen[0, 0, 5:, 2] = False
+    as_bool = model(ids, attention_mask=seen).logits
+    low = torch.tensor(torch.finfo(torch.float64).min, dtype=torch.float64)
+    close(model(ids, attention_mask=torch.where(seen, 0.0, low)).logits, as_bool)
+    close(as_bool[1], model(ids).logits[1])
+    assert (as_bool[0, 5:] - model(ids).logits[0, 5:]).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="adds no bias to its scores"):
+        model(ids, attention_mask=torch.where(seen, 0.5, low))
+    with pytest.raises(ValueError, match="must be bool"):
+        model(ids, attention_mask=seen.int())
+
+
+def test_what_is_not_supported_is_refused(monkeypatch):
+    model = make("gpt2", dtype=torch.float32).train()
+    for layer in model.transformer.h:
+        layer.attn.attn_dropout.p = 0.1
+    with pytest.raises(ValueError, match=r"'lssar' attention has no dropout; got 0\.1.*attn_pdrop"):
+        model(tokens(1, 5))
+    f = huggingface.attention.attention_function("lssar")
+    layer = make("llama").model.layers[0].self_attn
+    q = torch.randn(1, 4, 5, 8)
+    for argument, words in {"softcap": "soft cap", "s_aux": "sinks", "position_bias": "bias", "cache": "paged"}.items():
+        with pytest.raises(ValueError, match=words):
+            f(layer, q, q[:, :2], q[:, :2], None, **{argument: torch.ones(4)})
+    with pytest.raises(ValueError, match="unknown field 'power'"):
+        make("llama", lssar={"power": 3})(tokens(1, 5))
+    from transformers.masking_utils import AttentionMaskInterface
+
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, "lssar")
+    with pytest.raises(RuntimeError, match="no mask function, so that padding would be seen"):
+        make("llama")(**padded([tokens(6), tokens(4)], "left"))
+    monkeypatch.undo()
+    assert set(huggingface.register()) >= {"lssar", "lssa", "cosine_softmax"}
+    assert "ssmax" not in huggingface.register()  # it has weights, which somebody else's model has not
+
+
+def test_models_with_soft_caps_and_sinks_are_refused():
+    shape = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    gemma = transformers.Gemma2Config(**shape, num_key_value_heads=2, head_dim=8)
+    sinks = transformers.GptOssConfig(**shape, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    for config, words in ((gemma, "soft cap"), (sinks, "sinks")):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
+        with pytest.raises(ValueError, match=words):
+            model(tokens(1, 5))
+
+
+LOAD = """
+import sys, torch
+{imports}
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({folder!r}).eval()
+torch.save({{"mechanism": model.config._attn_implementation, "changes": model.config.lssar,
+            "logits": model(torch.load({ids!r})).logits}}, {out!r})
+model.save_pretrained({folder!r} + "-again")
+"""
+
+
+def test_a_saved_model_keeps_its_mechanism(tmp_path):
+    model = make("qwen3", dtype=torch.float32, lssar={"p": 3})
+    folder, ids, out = (str(tmp_path / name) for name in ("model", "ids.pt", "out.pt"))
+    model.save_pretrained(folder)
+    torch.save(tokens(2, 9), ids)
+    script = LOAD.format(imports="import lssar", folder=folder, ids=ids, out=out)
+    done = python(script)
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = torch.load(out)
+    assert (loaded["mechanism"], loaded["changes"]) == ("lssar", {"p": 3})
+    assert torch.equal(loaded["logits"], model(tokens(2, 9)).logits)
+    for name in (folder, folder + "-again"):
+        kept = json.loads((tmp_path / name / "config.json").read_text())
+        assert (kept["attn_implementation"], kept["lssar"]) == ("lssar", {"p": 3})
+
+    done = python(script.replace("import lssar", ""))  # without us: an error that names the mechanism, no softmax
+    assert done.returncode != 0
+    assert 'attn_implementation="lssar"` is not supported' in done.stderr
+
+
+def test_other_models_are_saved_as_ever(tmp_path):
+    make("llama", "sdpa").save_pretrained(tmp_path)
+    assert "attn_implementation" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_trainer_drives_it(tmp_path, no_network):
+    """transformers' own loop: padded batches, accumulation, evaluation, checkpoints, resumption."""
+    pytest.importorskip("accelerate")
+    rows = [tokens(int(n), seed=int(n)) for n in torch.randint(6, 20, (32,))]
+
+    def collate(items):
+        batch = padded([item["ids"] for item in items], "right")
+        return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+    def trainer(model, steps):
+        settings = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            learning_rate=1e-2, lr_scheduler_type="constant", save_steps=10, logging_steps=5, report_to=[],
+            use_cpu=True, remove_unused_columns=False, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        data = [{"ids": row} for row in rows]
+        return transformers.Trainer(model, settings, train_dataset=data, eval_dataset=data, data_collator=collate)
+
+    model = make("llama", dtype=torch.float32)
+    torch.manual_seed(0)
+    model.apply(model._init_weights)
+    first = trainer(model, 20)
+    before = first.evaluate()["eval_loss"]
+    first.train()
+    after = first.evaluate()["eval_loss"]
+    assert after < 0.8 * before
+    resumed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-20")
+    assert resumed.config._attn_implementation == "lssar"
+    second = trainer(resumed, 24)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
+    assert second.state.global_step == 24
+    assert second.evaluate()["eval_loss"] < before
