@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "plot": "lssar.commands.evaluate:Plot",
     "reproduce": "lssar.commands.reproduce:Reproduce",
     "export": "lssar.commands.export:Export",
+    "newton": "lssar.commands.newton:Newton",
     "bench": "lssar.commands.bench:Bench",
     "specs": "lssar.commands.bench:Specs",
 }

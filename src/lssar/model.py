@@ -212,10 +212,14 @@ class GPT(nn.Module):
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """(B, L) to (B, L, W), before the head; memory is linear in L."""
+        return self.encode(self.embed(ids), cache, cu_seqlens)
+
+    def encode(self, x: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """`hidden` for what is embedded already, (B, L, W): tokens need not come from this vocabulary."""
         caches = cache.layers if cache is not None else None
         recompute = self.config.checkpoint_layers and self.training and cache is None
         again = partial(checkpoint, use_reentrant=False) if recompute else None
-        return self.through(self.embed(ids), self._positions(ids, cache, cu_seqlens), caches, again)
+        return self.through(x, self._positions(x, cache, cu_seqlens), caches, again)
 
     def through(
         self, x: Tensor, positions: Positions, caches: Sequence[LayerCache] | None = None,
@@ -227,13 +231,13 @@ class GPT(nn.Module):
             x = block(x, positions, cache) if recompute is None else recompute(block, x, positions, cache)
         return self.norm(x)
 
-    def _positions(self, ids: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
-        config, length = self.config, ids.shape[1]
+    def _positions(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
+        config, length = self.config, x.shape[1]
         angles = None
         if config.position == "rope":
-            at = torch.arange(length, device=ids.device) + (cache.length if cache is not None else 0)
+            at = torch.arange(length, device=x.device) + (cache.length if cache is not None else 0)
             if cu_seqlens is not None:  # positions restart in each document
-                bounds = cu_seqlens.to(device=ids.device, dtype=torch.int64)
+                bounds = cu_seqlens.to(device=x.device, dtype=torch.int64)
                 at = at - bounds[torch.searchsorted(bounds, at, right=True) - 1]
             factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
             angles = rotary_angles(at, config.head_size, ntk_base(config.rope_base, factor, config.head_size))

@@ -198,3 +198,16 @@ def spec(base: str | AttentionSpec, /, **changes: Any) -> AttentionSpec:
     if not isinstance(base, str) or base not in _SPECS:
         raise ValueError(f"unknown attention spec {base!r}; known: {', '.join(_SPECS)}")
     return _SPECS[base].replace(**changes)
+
+
+def parse_spec(text: str) -> AttentionSpec:
+    """A mechanism as it is written on a command line: `lssar`, or with numbers changed, `lssar,p=3`."""
+    name, *changes = text.split(",")
+    fields = {}
+    for change in changes:
+        field, _, value = change.partition("=")
+        try:
+            fields[field] = float(value)
+        except ValueError:
+            raise ValueError(f"{text!r}: wanted NAME or NAME,FIELD=NUMBER, e.g. lssar,p=3") from None
+    return spec(name, **fields)

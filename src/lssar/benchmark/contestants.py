@@ -14,7 +14,7 @@ from torch import Tensor
 from lssar.attention import attention
 from lssar.ops.numerics import score_factor, unit
 from lssar.ops.reference import reference_attention
-from lssar.specs import AttentionSpec, spec
+from lssar.specs import AttentionSpec, parse_spec, spec
 from lssar.visibility import visibility
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -64,9 +64,7 @@ def split_name(name: str) -> tuple[str, AttentionSpec]:
             f"unknown contestant {name!r}; wanted IMPLEMENTATION:MECHANISM with an implementation of "
             f"{', '.join(_IMPLEMENTATIONS)} and a mechanism of lssar.specs(), e.g. {', '.join(contestant_names()[:3])}"
         )
-    base, *changes = mechanism.split(",")
-    fields = dict(change.split("=", 1) for change in changes)
-    return implementation, spec(base, **{key: float(value) for key, value in fields.items()})
+    return implementation, parse_spec(mechanism)
 
 
 def build(name: str, case: Case) -> tuple[Attention, AttentionSpec]:

@@ -34,7 +34,7 @@ def train(
     `report` is called with each row of metrics (main process only). The run ends early, with a checkpoint, on SIGTERM
     or SIGINT, or after `stop_after` seconds. Returns the last row.
     """
-    with world() as w, _stop_signal() as stopped:
+    with world() as w, stop_signal() as stopped:
         torch.manual_seed(recipe.seed)
         if w.main:
             _claim(run, recipe, w)
@@ -196,7 +196,7 @@ class _Speed:
 
 
 @contextlib.contextmanager
-def _stop_signal() -> Iterator[Callable[[], bool]]:
+def stop_signal() -> Iterator[Callable[[], bool]]:
     """Whether SIGTERM or SIGINT has come; the step under way is finished and saved. A second one ends at once."""
     caught: list[int] = []
     before = {}

@@ -1,0 +1,166 @@
+"""`lssar newton`: the sweep; `read-law`: formulas from its predictions; `report`: documents from its results."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from lssar.commands.common import console, say_where
+from lssar.records import command_line, environment, write_json
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass
+class Newton:
+    """Newton's law from orbits: do models that foretell motion find the force behind it, and which attention does?"""
+
+    scale: Literal["ci", "smoke", "h200", "109m"] = "smoke"
+    """`smoke`: minutes on two cores. `h200`: 10M parameters, every arm, minutes on a GPU. `109m`: the original's."""
+    out: Path | None = None
+    """Folder of the sweep; out/newton-SCALE, if not given. Arms that are finished there are not run again."""
+    mechanisms: list[str] = field(default_factory=list)
+    """Only these, e.g. lssar softmax lssar,p=3; those of the scale, if none is given."""
+    seeds: list[int] = field(default_factory=list)
+    """Only these; those of the scale, if none is given."""
+    workers: int | None = None
+    """Jobs at a time; one a core on a CPU, 4 on a GPU, if not given."""
+    time_limit: float | None = None
+    """Seconds after which to save and end; the same command goes on."""
+    device: str = DEVICE
+    keep_weights: bool = False
+    """Keep the pre-trained weights in OUT/work."""
+    laws: bool = True
+    """Read formulas too, where pyoperon is installed; `lssar newton read-law` does it later and elsewhere."""
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Newton | ReadLaw | Report:
+        kinds: dict[str, Any] = {"read-law": ReadLaw, "report": Report}
+        if arguments and arguments[0] in kinds:
+            name, *rest = arguments
+            return tyro.cli(kinds[name], prog=f"lssar newton {name}", args=rest)
+        return tyro.cli(cls, prog="lssar newton", args=arguments)
+
+    def run(self) -> None:
+        import dataclasses
+
+        from lssar.experiments.newton.arms import SCALES, jobs_of, run_all
+
+        families = tuple(
+            dataclasses.replace(
+                family,
+                mechanisms=tuple(self.mechanisms) or family.mechanisms,
+                seeds=tuple(self.seeds) or family.seeds,
+            )
+            for family in SCALES[self.scale]
+        )
+        out = self.out or Path("out") / f"newton-{self.scale}"
+        jobs = jobs_of(families)
+        workers = self.workers or min(len(jobs), 4 if self.device.startswith("cuda") else os.cpu_count() or 1)
+        arms = sum(len(list(job.arms())) for job in jobs)
+        console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
+        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights)
+        write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
+        if not done:
+            console.print("not all arms are finished; the same command goes on", highlight=False)
+        elif self.laws and _have("pyoperon", "sympy"):
+            ReadLaw(out, draws=3, workers=workers).read()
+        finish(out)
+
+
+@dataclass
+class ReadLaw:
+    """Formulas by symbolic regression from the stored predictions of a sweep; needs no GPU and no weights."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the sweep."""
+    engine: Literal["operon", "pysr"] = "operon"
+    arms: Literal["best", "all"] = "best"
+    """`best`: of each mechanism the pre-trained arm with most labels, first seed; `all`: every finished arm."""
+    draws: int = 5
+    size: int = 1000
+    """Points in a draw."""
+    workers: int = 1
+
+    def run(self) -> None:
+        self.read()
+        finish(self.folder)
+
+    def read(self) -> None:
+        from lssar.experiments.newton.arms import read_laws
+
+        read_laws(self.folder, self.arms == "all", self.engine, self.draws, self.size, self.workers)
+
+
+@dataclass
+class Report:
+    """Write the tables of a document anew from the committed results; with --check only say whether that changes it."""
+
+    page: tyro.conf.Positional[Path] = Path("docs/newton.md")
+    check: bool = False
+
+    def run(self) -> None:
+        from lssar.experiments.newton.report import filled
+        from lssar.records import write_file
+
+        if not self.page.exists():
+            raise FileNotFoundError(f"{self.page} does not exist")
+        text = filled(self.page)
+        if text == self.page.read_text():
+            console.print(f"{self.page} is up to date", highlight=False)
+        elif self.check:
+            raise ValueError(f"{self.page} is not what the results say; run `lssar newton report`")
+        else:
+            say_where([write_file(self.page, lambda p: p.write_text(text), overwrite=True)])
+
+
+def _have(*modules: str) -> bool:
+    import importlib.util
+
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def finish(out: Path) -> None:
+    """Gather what is there into newton.json, print it, and draw it."""
+    from lssar import plots
+    from lssar.experiments.newton.arms import collect
+    from lssar.experiments.newton.report import law_counts
+
+    about = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
+    result = {**about, **collect(out)}
+    files = [write_json(out / "newton.json", result, overwrite=True)]
+    if not result["arms"]:
+        say_where(files)
+        return
+    console.print(exponents_shown(result))
+    for (name, counts), row in zip(law_counts(result), result["laws"]):
+        console.print(f"{name}: m1 m2 / r^2 in {counts}", highlight=False)
+        for text in dict.fromkeys(law["law"] for law in row["laws"]):
+            console.print(f"    F = {text}", highlight=False, soft_wrap=True)
+    if _have("matplotlib"):
+        figures = {"errors": plots.plot_law_errors, "forces": plots.plot_forces, "orbits": plots.plot_orbits}
+        if result["probes"]:
+            figures["probe"] = plots.plot_inductive_bias
+        files += [draw(result, out / f"{name}.png", overwrite=True) for name, draw in figures.items()]
+    say_where(files)
+
+
+def exponents_shown(result: dict[str, Any]) -> Table:
+    table = Table(title="F ~ m1^a m2^b r^c on systems never labelled (Newton: 1 1 -2), standard errors, largest error")
+    for name in ("world", "model", "labels", "seed", "a b c", "s.e.", "error", "R2"):
+        table.add_column(name, justify="left" if name in ("world", "model") else "right", no_wrap=name == "a b c")
+    rows = [row | {"model": f"{row['mechanism']}, {row['start']}"} for row in result["arms"]]
+    rows += [row | {"model": f"oracle: {row['oracle']}"} for row in result["oracles"]]
+    for row in rows:
+        exponents = " ".join(f"{row[e]:.3f}" for e in ("m1", "m2", "r"))
+        deviation = max(row["standard_errors"].values())
+        about = [row["world"], row["model"], str(row.get("labels", "")), str(row.get("seed", ""))]
+        table.add_row(*about, exponents, f"{deviation:.3f}", f"{row['error']:.3f}", f"{row['r2']:.4f}")
+    return table
