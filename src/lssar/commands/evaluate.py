@@ -1,4 +1,4 @@
-"""`lssar eval length`, `lssar diagnose` and `lssar generate`."""
+"""`lssar eval` (of which `length` is here), `lssar diagnose` and `lssar generate`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import check_outputs, console, progress, say_where
+from lssar.commands.common import arm_label, check_outputs, console, progress, say_where
 from lssar.records import command_line, environment, write_json
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +70,7 @@ class Length:
                     result = evaluate_length(
                         model, pieces, lengths, ntk, self.window, self.batch_tokens, dtype, partial(bar.advance, task)
                     )
-                    label = recipe.attention + (", NTK" if ntk == "length" else "")
+                    label = arm_label(recipe, ntk, self.window)
                     kept = {"run": folder.name, "label": label, "attention": recipe.attention, "step": step}
                     kept["training"] = summarise(read_metrics(folder))
                     curves.append({**kept, "train_length": recipe.length, "recipe": recipe.to_dict(), **result})
@@ -130,13 +130,14 @@ def length_table(curves: list[dict[str, Any]]) -> Table:
 
 
 class Evaluate:
-    """Evaluate runs: `lssar eval length | retrieval RUN...`."""
+    """Evaluate runs: `lssar eval length | retrieval | downstream RUN...`."""
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Any:
+        from lssar.commands.downstream import Downstream
         from lssar.commands.retrieval import Retrieval
 
-        kinds: dict[str, Any] = {"length": Length, "retrieval": Retrieval}
+        kinds: dict[str, Any] = {"length": Length, "retrieval": Retrieval, "downstream": Downstream}
         if not arguments or arguments[0] not in kinds:
             raise ValueError(f"`lssar eval` wants one of: {', '.join(kinds)}")
         return tyro.cli(kinds[arguments[0]], prog=f"lssar eval {arguments[0]}", args=arguments[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import console, progress, say_where
+from lssar.commands.common import arm_label, begin_figures, console, progress, say_where
 from lssar.commands.evaluate import DEVICE, held_out_folder
 from lssar.data.retrieval import TASKS
 from lssar.evaluation.retrieval import DEPTHS
@@ -59,7 +58,8 @@ class Retrieval:
         from lssar.training.loop import load_run
 
         self._check()
-        result = self._begin()
+        settings = {"samples": self.samples, "depths": self.depths, "seed": self.seed}
+        result = begin_figures(self._json, settings, self.overwrite)
         began = time.monotonic()
         for folder in self.runs:
             model, recipe, step = load_run(folder, self.device)
@@ -102,28 +102,13 @@ class Retrieval:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths must lie in 0 to 1; got {self.depths}")
 
-    def _begin(self) -> dict[str, Any]:
-        """What is there already, if it was made with the same settings."""
-        settings = {"samples": self.samples, "depths": self.depths, "seed": self.seed}
-        if self._json.exists() and not self.overwrite:
-            kept = json.loads(self._json.read_text())
-            if kept.get("settings") != settings:
-                raise FileExistsError(
-                    f"{self._json} holds figures with other settings ({kept.get('settings')}); give another --out, or "
-                    "--overwrite"
-                )
-            return kept
-        return {"settings": settings, "arms": []}
-
     def _arm(self, result: dict[str, Any], folder: Path, recipe: Any, step: int) -> dict[str, Any]:
         window = self.window if self.window is not None else recipe.window
-        power = "" if recipe.p is None else f", p={recipe.p:g}"
-        label = recipe.attention + power + (", NTK" if self.ntk == "length" else "")
-        label += f", window {window}" if window is not None else ""
         identity = {"run": folder.name, "step": step, "ntk": self.ntk, "window": window}
         for arm in result["arms"]:
             if all(arm[key] == value for key, value in identity.items()):
                 return arm
+        label = arm_label(recipe, self.ntk, self.window)
         arm = {
             **identity, "label": label, "attention": recipe.attention, "train_length": recipe.length,
             "recipe": recipe.to_dict(), "command": command_line(), "environment": environment(), "rows": [],

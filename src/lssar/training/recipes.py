@@ -145,15 +145,16 @@ RECIPES: dict[str, Recipe] = {
         size="124m", data="data/books", steps=1_600, batch_tokens=65_536, micro_batch=32, lr=8e-4, warmup=100,
         eval_every=200, save_every=500,
     ),
-    # Text with one window in five that asks for retrieval: small models do not learn it from text alone.
+    # A quarter of the windows ask for retrieval, which small models do not learn from text alone. Muon, because the
+    # tiny one has learned the passkey with it after 1,000 steps, and with AdamW has not.
     "retrieval-51m": Recipe(
-        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, lr=1e-3, warmup=100,
-        retrieval_share=0.2, eval_every=200, save_every=500,
+        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, optimiser="muon", lr=6e-4,
+        warmup=100, retrieval_share=0.25, eval_every=200, save_every=500,
     ),
     "retrieval-tiny": Recipe(
-        size="tiny", data="stdlib", vocab_size=257, length=128, steps=1_000, batch_tokens=2_048, micro_batch=16,
-        lr=5e-3, warmup=50, dtype="float32", compile=False, retrieval_share=1.0, retrieval_tasks=("passkey",),
-        eval_every=500, save_every=500,
+        size="tiny", data="stdlib", vocab_size=257, length=128, steps=1_500, batch_tokens=2_048, micro_batch=16,
+        optimiser="muon", lr=1e-3, warmup=50, dtype="float32", compile=False, retrieval_share=1.0,
+        retrieval_tasks=("passkey",), eval_every=500, save_every=500,
     ),
     "tiny-cpu": Recipe(
         size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,
