@@ -132,11 +132,18 @@ def test_the_command_through_lm_eval(tmp_path, monkeypatch, capsys):
     arguments = ["eval", "downstream", "run", "--data", "bench", "--device", "cpu", "--tasks", "copa", "blimp"]
     for harness in ("lm-eval", "builtin"):
         main([*arguments, "--harness", harness, "--out", "d"])
-    theirs, ours = json.loads((tmp_path / "d.json").read_text())["arms"]
+    pytest.importorskip("transformers")
+    main(["export", "run", "hf"])  # the same weights through transformers and lm-eval's own model for it
+    main(["eval", "downstream", "hf", *arguments[3:], "--max-length", "128", "--out", "d"])
+    theirs, ours, transformers = json.loads((tmp_path / "d.json").read_text())["arms"]
     assert theirs["harness"].startswith("lm-eval 0.")
     for task in ("copa", "blimp"):
         assert theirs["tasks"][task]["metrics"]["acc"]["value"] == ours["tasks"][task]["metrics"]["acc"]["value"]
+        assert transformers["tasks"][task]["metrics"] == theirs["tasks"][task]["metrics"]
         assert theirs["tasks"][task]["chance"] == 0.5
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "downstream", "hf", *arguments[3:], "--harness", "builtin", "--out", "d"])
+    assert "needs --harness lm-eval" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_cannot_be_made_is_said(tmp_path):

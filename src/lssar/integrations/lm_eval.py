@@ -10,7 +10,6 @@ pretrained=runs/mine`.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -174,7 +173,9 @@ def huggingface_lm(folder: Path, max_length: int | None, device: str, batch_size
     """lm-eval's own Hugging Face model on a folder, with our attention known to transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    importlib.import_module("lssar.integrations.huggingface").register()
+    from lssar.integrations import huggingface
+
+    huggingface.register()
     return HFLM(pretrained=str(folder), max_length=max_length, device=device, batch_size=batch_size)
 
 
