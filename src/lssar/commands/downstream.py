@@ -83,7 +83,7 @@ class Downstream:
                     write_json(self._json, result, overwrite=True)
                     bar.advance(line)
         console.print(downstream_table(result))
-        console.print("+- is one standard error; * is within two of chance.", highlight=False)
+        console.print("+- is one standard error; * is not two of them above chance, or above one answer for all.")
         say_where([write_json(self._json, result, overwrite=True)])
 
     @property
@@ -238,16 +238,17 @@ def downstream_table(result: dict[str, Any]) -> Table:
             constant = next((row["constant"] for row in rows if row and "constant" in row), None)
             shown = "-" if level is None or metric == "perplexity" else f"{100 * level:.0f}"
             shown += f" ({100 * constant:.0f} by one answer)" if constant is not None else ""
-            cells = [_cell(row["metrics"].get(metric), metric, level) if row else "-" for row in rows]
+            guess = None if level is None else max(level, constant or 0.0)
+            cells = [_cell(row["metrics"].get(metric), metric, guess) if row else "-" for row in rows]
             table.add_row(task, metric, shown, *cells)
     return table
 
 
-def _cell(found: dict[str, float | None] | None, metric: str, level: float | None) -> str:
+def _cell(found: dict[str, float | None] | None, metric: str, guess: float | None) -> str:
     if found is None or found["value"] is None:
         return "-"
     value, error = found["value"], found["stderr"]
     if metric == "perplexity":
         return f"{value:.3g}" + ("" if error is None else f" +-{error:.2g}")
-    at_chance = level is not None and error is not None and abs(value - level) <= 2 * error
+    at_chance = guess is not None and error is not None and value <= guess + 2 * error
     return f"{100 * value:.1f}" + ("" if error is None else f" +-{100 * error:.1f}") + ("*" if at_chance else "")

@@ -179,9 +179,10 @@ def huggingface_lm(folder: Path, max_length: int | None, device: str, batch_size
     return HFLM(pretrained=str(folder), max_length=max_length, device=device, batch_size=batch_size)
 
 
-def write_tasks(documents: dict[str, Sequence[Document]], folder: Path) -> Path:
+def write_tasks(documents: dict[str, Sequence[Document]], folder: Path | str) -> Path:
     """Task files for `--include_path`: lm-eval's own tasks, by their own names, on these documents."""
     own = Path(lm_eval.__file__).parent / "tasks"
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, docs in documents.items():
         base = own / benchmark(name).yaml
