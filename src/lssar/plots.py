@@ -219,7 +219,7 @@ def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) 
 def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: bool = False) -> Path:
     """A reproduced table or figure, from the JSON of `lssar reproduce`."""
     rows = [row for row in table["rows"] if row["main"]]
-    panels = {"bars": _bars, "curves": _curves, "sweep": _sweep, "training": _training}
+    panels = {"bars": _bars, "curves": _curves, "sweep": _sweep, "training": _training, "rates": _rates}
     return _save(panels[draw](rows, table), path, overwrite)
 
 
@@ -326,6 +326,30 @@ def _training(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
         axis.set(title=title, xlabel="p")
         axis.legend(fontsize=7)
     axes[0].set_yscale("log")
+    figure.tight_layout()
+    return figure
+
+
+def _rates(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Share of answers decoded right against context, a panel a task."""
+    plt = _pyplot()
+    lines = table["rows"]
+    tasks = list(dict.fromkeys(row["reading"].split("-")[0] for row in lines if row["rate"]))
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks) + 2, 3.6), squeeze=False, sharey=True)
+    for axis, task in zip(axes[0], tasks):
+        members = [row for row in lines if row["reading"].startswith(task)]
+        for index, row in enumerate(members):
+            style = _style(members, index)
+            at = [float(m) for m in row["rate"]]
+            found = list(row["rate"].values())
+            axis.plot(at, [r["rate"] for r in found], marker="o", ms=3, label=row["label"], **style)
+            axis.fill_between(
+                at, [r["low"] for r in found], [r["high"] for r in found], color=style["color"], alpha=0.1
+            )
+        axis.set_xscale("log", base=2)
+        axis.set(title=task, xlabel="multiple of the training length", ylim=(-0.02, 1.02))
+    axes[0][0].set_ylabel("decoded right")
+    axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
     return figure
 

@@ -19,8 +19,8 @@ from lssar.experiments import EXPERIMENTS, SCALES, arms_of, collect, report
 from lssar.experiments.arms import Row
 from lssar.experiments.claims import CLAIMS, rank_correlation
 from lssar.experiments.dry_run import plan
-from lssar.experiments.paper import LOSSES
-from lssar.experiments.readings import HeldOut, Length, reweighted
+from lssar.experiments.paper import LOSSES, PASSKEY
+from lssar.experiments.readings import HeldOut, Length, Retrieval, reweighted
 from lssar.model import GPT, model_config
 from lssar.specs import spec
 from lssar.training.sources import write_stdlib
@@ -139,6 +139,7 @@ def test_first_seeds_come_first_and_all_readings_are_made_at_once():
 
 
 def test_every_row_of_the_papers_tables_is_declared():
+    assert {row.paper for row in EXPERIMENTS["passkey"].rows} > set(PASSKEY)
     for name, rows in LOSSES.items():
         assert [row.paper for row in EXPERIMENTS[name].rows] == list(rows)
     powers = [(row.attention, row.p) for row in EXPERIMENTS["figure2"].rows]
@@ -225,8 +226,8 @@ def test_what_textbook_arithmetic_loses():
         model_overflow(GPT(model_config("tiny", attention=spec("lssa"), vocab_size=64)), torch.zeros(1, 8).long())
 
 
-def fabricated(scale, loss_of) -> None:
-    """Result files as the queue writes them, with losses of our own making: loss_of(arm, reading, multiple)."""
+def fabricated(scale, loss_of, rate_of) -> None:
+    """Result files as the queue writes them, with figures of our own making: loss_of(arm, reading, multiple)."""
     norms = dict.fromkeys(("train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max"), 1.25) | {"not_finite": 0}
     for arm in arms_of(EXPERIMENTS.values(), scale, EXPERIMENTS.values()):
         readings = {}
@@ -237,12 +238,17 @@ def fabricated(scale, loss_of) -> None:
                     "by_length": [{"length": m * scale.base.length, "loss": loss} for m, loss in points],
                     "last": [{"context": m * scale.base.length, "tokens": 256, "loss": loss} for m, loss in points],
                 }
+            elif isinstance(reading, Retrieval):
+                right = round(40 * rate_of(arm, reading))
+                found = [{"multiple": f"{m:g}", "greedy": {"right": right, "of": 40}} for m in reading.multiples]
+                readings[reading.key] = {"task": reading.task, "rows": found}
             else:
                 counts = dict.fromkeys(("float16", "bfloat16", "float32"), 0)
                 last = {"length": 16_384, "rows": 64, "textbook": counts, "stable": counts}
                 readings[reading.key] = {"dtypes": list(counts), "by_length": [last]}
         result = {
             "arm": arm.key,
+            "recipe": arm.recipe.to_dict(),
             "training": {"tokens": 41_943_040, "val_loss": loss_of(arm, Length(), 1), "spikes": 0, "not_finite": 0}
             | norms,
             "readings": readings,
@@ -297,7 +303,7 @@ def in_json(folder: Path) -> set[str]:
 
 def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     scale = dataclasses.replace(H200, results=tmp_path / "results")
-    fabricated(scale, as_published)
+    fabricated(scale, as_published, lambda arm, reading: 0.9 if arm.recipe.attention == "lssar" else 0.1)
     page = tmp_path / "docs/results.md"
     report.write(scale, page)
     claims = {c["claim"]: c for c in json.loads((scale.results / "tables/claims.json").read_text())}
@@ -318,11 +324,11 @@ def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     def contrary(arm, reading, m):  # LSSAR rises, controls do not, and nothing keeps the paper's order
         return 3.0 + (0.3 * math.log2(m) if arm.recipe.attention == "lssar" else 0.0) - 0.01 * len(arm.name)
 
-    fabricated(scale, contrary)
+    fabricated(scale, contrary, lambda arm, reading: 0.5)
     assert str(page) in report.stale(scale, page)
     report.write(scale, page, pictures=False)
     verdicts = {c["claim"]: c["verdict"] for c in json.loads((scale.results / "tables/claims.json").read_text())}
-    assert (verdicts["a"], verdicts["d"], verdicts["f"]) == ("does not hold",) * 3
+    assert [verdicts[name] for name in ("a", "d", "f", "f2", "k")] == ["does not hold"] * 5
 
     gone = scale.arm(EXPERIMENTS["table4"].rows[1], 0)
     (scale.results / f"{gone.key}.json").unlink()
@@ -346,3 +352,30 @@ def test_rank_correlation():
     assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert rank_correlation([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
+
+
+def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, capsys):
+    """Two rows at two lengths; the mixture has a length of its own, which a passkey of bytes needs."""
+    passkey = EXPERIMENTS["passkey"]
+    short = {"multiples": (1, 1.5)}
+    rows = tuple(
+        dataclasses.replace(
+            row,
+            reading=dataclasses.replace(row.reading, **short),
+            also=tuple(dataclasses.replace(reading, **short) for reading in row.also),
+        )
+        for row in passkey.rows
+        if row.label in ("softmax", "softmax, window")
+    )
+    monkeypatch.setitem(EXPERIMENTS, "passkey", dataclasses.replace(passkey, rows=rows))
+    assert reproduce("passkey", "--scale", "smoke", "--out", str(small), "--tokens", "4096") == 0
+    said = capsys.readouterr().out
+    assert "Passkey: share of answers decoded right" in said
+    assert "Needles" not in said  # only what is taught is asked
+    table = json.loads((small / "results/tables/passkey.json").read_text())
+    found = {row["label"]: row for row in table["rows"] if row["main"]}
+    assert list(found["softmax"]["rate"]) == ["1", "1.5"]
+    assert found["softmax"]["rate"]["1"]["of"] >= 20
+    assert found["softmax"]["paper"]["1.5"] == 0.0
+    assert found["softmax"]["arms"] == found["softmax, window"]["arms"]
+    assert (small / "results/tables/passkey.png").stat().st_size > 10_000

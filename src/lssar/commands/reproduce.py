@@ -22,7 +22,7 @@ ALL = "all"
 class Reproduce:
     """Train, read and tabulate the arms of experiments; arms that are finished are not run again.
 
-    Experiments: controls, figure1, table4, figure2, stability, table1, table2, table3; or all.
+    Experiments: controls, figure1, passkey, table4, figure2, stability, table1, table2, table3; or all.
     Stop it whenever you like: the same command goes on. `lssar reproduce report` writes docs/results.md.
     """
 
@@ -86,7 +86,7 @@ class Reproduce:
             table, written = collect.write(experiment, scale)
             files += written
             for caption, body in collect.sections(table):
-                say(f"\n{table['title']}. {caption}:\n\n{body}")
+                say(f"\n## {table['title']}\n\n{caption}:\n\n{body}")
         say_where(files)
         left = [arm.key for arm in arms if not queue.finished(arm)]
         if failed:

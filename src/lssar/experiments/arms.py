@@ -26,7 +26,7 @@ NOT_CONTENT = (
 """Fields of a recipe that decide how a run is done, not what comes out; of the data, the name counts, not the place."""
 
 Position = Literal["rope", "alibi"]
-Draw = Literal["bars", "curves", "sweep", "training"]
+Draw = Literal["bars", "curves", "sweep", "training", "rates"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Row:
     """Trained in; a re-weighting that is put on after training belongs to the reading."""
     position: Position = "rope"
     reading: Reading = field(default_factory=Length)
+    mixture: bool = False
+    """Trained on text with documents mixed in that ask for retrieval."""
     seeds: int = 1
     paper: str | None = None
     """The row of the paper's table with the same name as the experiment, if it has one."""
@@ -90,6 +92,8 @@ class Scale:
     """Folder of the arms' JSON files."""
     runs: Path
     """Folder of checkpoints, which may be deleted once the results are there."""
+    mixture: dict[str, Any] = field(default_factory=lambda: {"retrieval_share": 0.2})
+    """What changes in the recipe of an arm that is to learn retrieval."""
     read_all: bool = True
     """Read an arm in every way that any experiment asks for, while its weights are there: they may soon be gone."""
     processes: int = 1
@@ -100,11 +104,13 @@ class Scale:
         steps = tokens // self.base.batch_tokens
         if steps < 1:
             raise ValueError(f"--tokens must be at least one step of {self.base.batch_tokens:,}; got {tokens:,}")
-        return dataclasses.replace(self, base=self.base.replace(steps=steps, warmup=min(self.base.warmup, steps // 4)))
+        base = self.base.replace(steps=steps, warmup=min(self.base.warmup, steps // 4))
+        return dataclasses.replace(self, base=base, mixture={k: v for k, v in self.mixture.items() if k != "steps"})
 
     def recipe(self, row: Row, seed: int) -> Recipe:
         p = None if row.p == spec(row.attention).p else row.p  # lssar with p = 15 is lssar
-        return self.base.replace(attention=row.attention, p=p, position=row.position, seed=seed)
+        mixture = self.mixture if row.mixture else {}
+        return self.base.replace(attention=row.attention, p=p, position=row.position, seed=seed, **mixture)
 
     def arm(self, row: Row, seed: int) -> Arm:
         return Arm(recipe=self.recipe(row, seed), data=self.data)
@@ -134,7 +140,8 @@ class Arm:
     def name(self) -> str:
         r = self.recipe
         power = f"-p{r.p:g}" if r.p is not None else ""
-        return r.attention + power + ("-alibi" if r.position == "alibi" else "")
+        marks = (("-alibi", r.position == "alibi"), ("-retrieval", r.retrieval_share > 0))
+        return r.attention + power + "".join(mark for mark, on in marks if on)
 
 
 SCALES: dict[str, Scale] = {
@@ -148,6 +155,10 @@ SCALES: dict[str, Scale] = {
                 eval_batches=8, save_every=50, keep=1,
             ),
             data="stdlib",
+            mixture={
+                "retrieval_share": 1.0, "retrieval_tasks": ["passkey"], "length": 128, "micro_batch": 16, "lr": 5e-3,
+                "steps": 1000,
+            },
             most_seeds=1,
             read_tokens=16_384,
             read_all=False,
@@ -169,6 +180,7 @@ SCALES: dict[str, Scale] = {
             recipe_name="gpt2-124m-fineweb",
             base=recipe("gpt2-124m-fineweb"),
             data="fineweb10B",
+            mixture={},  # the paper trains on text alone
             most_seeds=3,
             read_tokens=4_194_304,
             results=Path("results/paper"),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
-from lssar.experiments.paper import LOSSES
-from lssar.experiments.readings import Length, Reading
+from lssar.experiments.paper import LOSSES, PASSKEY
+from lssar.experiments.readings import Length, Reading, Retrieval
 from lssar.experiments.runner import plain
 from lssar.records import write_file, write_json
 
@@ -83,15 +84,19 @@ def _line(
     }
     figures = [arm["readings"][reading.key] for arm in arms]
     if isinstance(reading, Length):
-        line["loss"] = _by_multiple(figures, "by_length", "length", scale.base.length)
-        line["last"] = _by_multiple(figures, "last", "context", scale.base.length)
+        base = arms[0]["recipe"]["length"]
+        line["loss"] = _by_multiple(figures, "by_length", "length", base)
+        line["last"] = _by_multiple(figures, "last", "context", base)
         line["last_tokens"] = figures[0]["last"][0]["tokens"]
+    elif isinstance(reading, Retrieval):
+        line["rate"] = _rates(figures)
     else:
         line["figures"] = figures[0]
     names = ("val_loss", "train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max", "spikes", "not_finite")
     line["training"] = {name: _worst(arm["training"][name] for arm in arms) for name in names}
     if row.paper is not None and reading == row.reading:
-        line["paper"] = LOSSES[experiment.name][row.paper]
+        published = PASSKEY if experiment.name == "passkey" else LOSSES[experiment.name]
+        line["paper"] = published.get(row.paper, {})
     return line
 
 
@@ -104,6 +109,15 @@ def _by_multiple(figures: list[dict[str, Any]], curve: str, x: str, base: int) -
         summary = mean_and_deviation(whole) if len(whole) == len(values) else {"mean": None, "seeds": len(values)}
         points[str(point[x] // base)] = summary
     return points
+
+
+def _rates(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """{multiple: share decoded right and its interval}, all seeds together."""
+    rates: dict[str, Any] = {}
+    for index, row in enumerate(figures[0]["rows"]):
+        counts = [figure["rows"][index]["greedy"] for figure in figures]
+        rates[row["multiple"]] = wilson(sum(c["right"] for c in counts), sum(c["of"] for c in counts))
+    return rates
 
 
 def _worst(values: Any) -> float | None:
@@ -141,6 +155,21 @@ def markdown(table: dict[str, Any], reading: str = "main", curve: str = "loss") 
     for m in paper_at:
         cells = [f"{row['paper'][str(m)]:.4f}" if str(m) in row.get("paper", {}) else "-" for row in rows]
         columns.append(Column(f"paper, {m}x", cells))
+    return text_table(columns)
+
+
+def rates_markdown(table: dict[str, Any], task: str) -> str:
+    """Share of answers decoded right, with its 95% interval; the paper's, where it has one, after ours."""
+    rows = [row for row in table["rows"] if row["reading"].startswith(task)]
+    at = list(dict.fromkeys(m for row in rows for m in row["rate"]))
+    columns = [Column("", [row["label"] for row in rows])]
+    for m in at:
+        found = [row["rate"].get(m) for row in rows]
+        cells = [f"{r['rate']:.2f} ({r['low']:.2f} to {r['high']:.2f})" if r else "-" for r in found]
+        columns.append(Column(f"{m}x", cells))
+    for m in dict.fromkeys(m for row in rows for m in row.get("paper", {})):
+        given = [row.get("paper", {}).get(m, "-") for row in rows]
+        columns.append(Column(f"paper, {m}x", [f"{v:.2f}" if isinstance(v, float) else v for v in given]))
     return text_table(columns)
 
 
@@ -183,6 +212,10 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     if table["experiment"] == "stability":
         return [("Training, and rows lost at the longest length read", stability_markdown(table))]
+    if table["experiment"] == "passkey":
+        tasks = dict.fromkeys(row["reading"].split("-")[0] for row in table["rows"] if row["rate"])
+        caption = "share of answers decoded right (95% interval), by context as a multiple of the training length"
+        return [(f"{task.capitalize()}: {caption}", rates_markdown(table, task)) for task in tasks]
     shown = [("Held-out loss, nats a token, by length as a multiple of the training length", markdown(table))]
     for key in dict.fromkeys(r["reading"] for r in table["rows"] if not r["main"] and "loss" in r):
         words = next(text for word, text in READING_WORDS.items() if word in key)

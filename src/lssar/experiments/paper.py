@@ -43,10 +43,10 @@ LOSSES: dict[str, dict[str, dict[int, float]]] = {
 }
 
 PASSKEY: dict[str, dict[str, float | str]] = {
-    "softmax": {"1K": 64, "1.5K": 0, "4K": 0, "8K": 0},
-    "LSSAR": {"1K": 86, "1.5K": 45, "4K": 20, "8K": "above 0"},
+    "softmax": {"1": 0.64, "1.5": 0.0, "4": 0.0, "8": 0.0},
+    "LSSAR": {"1": 0.86, "1.5": 0.45, "4": 0.20, "8": "above 0"},
 }
-"""Later versions of the paper: percent of passkeys found, by context."""
+"""Later versions of the paper: share of passkeys found, by multiple of the training length."""
 
 DOWNSTREAM: dict[str, dict[str, float]] = {
     "softmax": {"ARC-E": 39.77, "HellaSwag": 32.42, "PIQA": 64.09, "SciQ": 60.6},

@@ -15,10 +15,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
+from lssar.data.retrieval import TaskMaker, background_of
+from lssar.data.stream import TokenStream
+from lssar.evaluation.length import evaluate_length, held_out_documents, held_out_shards, pieces_of
 from lssar.evaluation.overflow import DTYPES, model_overflow
+from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
 from lssar.model import GPT
 from lssar.training.recipes import Recipe
+from lssar.training.sources import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,41 @@ class Length:
                 model, held_out.pieces(self.to * base), [m * base for m in self.multiples], self.ntk, window,
                 dtype=held_out.dtype,
             )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Share of answers that are decoded right, by context; see `lssar eval retrieval`."""
+
+    task: str = "passkey"
+    ntk: Literal["off", "length"] = "off"
+    windowed: bool = False
+    multiples: tuple[float, ...] = (1, 1.5, 2, 4, 8, 16)
+
+    @property
+    def key(self) -> str:
+        extras = [("ntk", self.ntk != "off"), ("window", self.windowed)]
+        return "-".join([self.task, f"{max(self.multiples):g}x", *(word for word, on in extras if on)])
+
+    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+        if held_out.recipe.retrieval_share and self.task not in held_out.recipe.retrieval_tasks:
+            return {"task": self.task, "rows": []}  # it was taught others
+        base, folder = held_out.recipe.length, held_out.folder
+        tokenizer = tokenizer_of(folder, held_out.recipe.vocab_size)
+        maker = TaskMaker(tokenizer, background_of(TokenStream(held_out_shards(folder)), tokenizer.eot))
+        batch_tokens = 524_288 if held_out.device == "cuda" else 16_384
+        rows = []
+        for multiple in self.multiples:
+            length = int(multiple * base)
+            if length < maker.shortest(self.task):
+                continue  # bytes, mostly: what has to be in it does not fit
+            samples = min(16, max(4, held_out.tokens // (length * len(DEPTHS))))
+            found = evaluate_retrieval(
+                model, maker, self.task, length, samples=samples, ntk=self.ntk,
+                window=base if self.windowed else None, batch_tokens=batch_tokens, dtype=held_out.dtype,
+            )  # fmt: skip
+            rows.append({"multiple": f"{multiple:g}", **found})
+        return {"task": self.task, "rows": rows}
 
 
 @dataclass(frozen=True)
