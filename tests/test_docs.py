@@ -45,3 +45,10 @@ def test_figures_come_from_the_committed_results():
         [sys.executable, "benchmarks/report.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert check.returncode == 0, check.stdout + check.stderr
+
+
+def test_newtons_page_is_what_its_results_say():
+    from lssar.experiments.newton.report import filled
+
+    page = ROOT / "docs/newton.md"
+    assert filled(page) == page.read_text(), "run `lssar newton report`"

@@ -375,7 +375,7 @@ def test_newton_in_short(tmp_path, capsys):
     assert 0.3 < arm["m2"] < 1.2
     assert arm["r2"] > 0.7
     for name in ("errors", "forces", "orbits"):
-        assert (out / f"{name}.png").stat().st_size > 10_000
+        assert (out / f"newton-{name}.png").stat().st_size > 10_000
     assert {"command", "environment", "settings", "identifiability", "oracles"} <= set(result)
 
     main(["newton", "read-law", str(out), "--draws", "1"])
@@ -390,6 +390,12 @@ def test_the_report_is_made_from_the_results(whole, tmp_path, capsys):
     from lssar.commands.newton import finish
 
     finish(whole)
+    main(["newton", "publish", str(whole), str(tmp_path / "results/small")])
+    assert json.loads((tmp_path / "results/small.json").read_text()) == json.loads((whole / "newton.json").read_text())
+    names = {"small.json", *(f"small-{name}.png" for name in ("errors", "forces", "orbits", "probe"))}
+    assert {path.name for path in (tmp_path / "results").iterdir()} == names
+    with pytest.raises(SystemExit, match="2"):
+        main(["newton", "publish", str(whole), str(tmp_path / "results/small")])
     page = tmp_path / "page.md"
     names = " ".join(name for name in TABLES if name != "source")
     page.write_text(f"# Page\n<!-- newton: {whole / 'newton.json'} {names} -->\nold\n<!-- end newton -->\nlast\n")

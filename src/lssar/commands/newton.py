@@ -1,4 +1,4 @@
-"""`lssar newton`: the sweep; `read-law`: formulas from its predictions; `report`: documents from its results."""
+"""`lssar newton`: the sweep; `read-law`: formulas from its predictions; `publish` and `report`: its results in docs."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Newton:
     """Read formulas too, where pyoperon is installed; `lssar newton read-law` does it later and elsewhere."""
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> Newton | ReadLaw | Report:
-        kinds: dict[str, Any] = {"read-law": ReadLaw, "report": Report}
+    def parse(cls, arguments: list[str]) -> Newton | ReadLaw | Publish | Report:
+        kinds: dict[str, Any] = {"read-law": ReadLaw, "publish": Publish, "report": Report}
         if arguments and arguments[0] in kinds:
             name, *rest = arguments
             return tyro.cli(kinds[name], prog=f"lssar newton {name}", args=rest)
@@ -51,7 +51,7 @@ class Newton:
     def run(self) -> None:
         import dataclasses
 
-        from lssar.experiments.newton.arms import SCALES, jobs_of, run_all
+        from lssar.experiments.newton.arms import SCALES, claim, jobs_of, run_all
 
         families = tuple(
             dataclasses.replace(
@@ -66,8 +66,9 @@ class Newton:
         workers = self.workers or min(len(jobs), 4 if self.device.startswith("cuda") else os.cpu_count() or 1)
         arms = sum(len(list(job.arms())) for job in jobs)
         console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
-        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights)
+        claim(families, out)
         write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
+        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights)
         if not done:
             console.print("not all arms are finished; the same command goes on", highlight=False)
         elif self.laws and _have("pyoperon", "sympy"):
@@ -100,6 +101,20 @@ class ReadLaw:
 
 
 @dataclass
+class Publish:
+    """Copy the results of a sweep, as one JSON, and its figures to where documents find them."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder of the sweep."""
+    to: tyro.conf.Positional[Path]
+    """Path without suffix, e.g. results/newton/h200: makes h200.json, h200-errors.png, ..."""
+    overwrite: bool = False
+
+    def run(self) -> None:
+        say_where(write(self.folder, self.to, self.overwrite)[1])
+
+
+@dataclass
 class Report:
     """Write the tables of a document anew from the committed results; with --check only say whether that changes it."""
 
@@ -127,28 +142,33 @@ def _have(*modules: str) -> bool:
     return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
-def finish(out: Path) -> None:
-    """Gather what is there into newton.json, print it, and draw it."""
+def write(out: Path, to: Path, overwrite: bool) -> tuple[dict[str, Any], list[Path]]:
+    """Gather what is there of a sweep into TO.json and draw it into TO-*.png."""
     from lssar import plots
     from lssar.experiments.newton.arms import collect
-    from lssar.experiments.newton.report import law_counts
 
     about = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
     result = {**about, **collect(out)}
-    files = [write_json(out / "newton.json", result, overwrite=True)]
-    if not result["arms"]:
-        say_where(files)
-        return
-    console.print(exponents_shown(result))
+    files = [write_json(to.with_name(f"{to.name}.json"), result, overwrite)]
+    if result["arms"] and _have("matplotlib"):
+        figures = {"errors": plots.plot_law_errors, "forces": plots.plot_forces, "orbits": plots.plot_orbits}
+        if result["probes"]:
+            figures["probe"] = plots.plot_inductive_bias
+        files += [draw(result, to.with_name(f"{to.name}-{name}.png"), overwrite) for name, draw in figures.items()]
+    return result, files
+
+
+def finish(out: Path) -> None:
+    """Write the results into the folder of the sweep, and print them."""
+    from lssar.experiments.newton.report import law_counts
+
+    result, files = write(out, out / "newton", overwrite=True)
+    if result["arms"]:
+        console.print(exponents_shown(result))
     for (name, counts), row in zip(law_counts(result), result["laws"]):
         console.print(f"{name}: m1 m2 / r^2 in {counts}", highlight=False)
         for text in dict.fromkeys(law["law"] for law in row["laws"]):
             console.print(f"    F = {text}", highlight=False, soft_wrap=True)
-    if _have("matplotlib"):
-        figures = {"errors": plots.plot_law_errors, "forces": plots.plot_forces, "orbits": plots.plot_orbits}
-        if result["probes"]:
-            figures["probe"] = plots.plot_inductive_bias
-        files += [draw(result, out / f"{name}.png", overwrite=True) for name, draw in figures.items()]
     say_where(files)
 
 

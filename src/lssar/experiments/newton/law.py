@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 NEWTON = {"m1": 1.0, "m2": 1.0, "r": -2.0}
 """log F = log G + log m1 + log m2 - 2 log r."""
@@ -66,14 +67,10 @@ def nearest_neighbours(
 ) -> np.ndarray:
     """The original's oracle: mean value of the k nearest known states, each coordinate standardised."""
     mean, deviation = known.mean(0), known.std(0) + 1e-12
-    a, b = (known - mean) / deviation, (asked - mean) / deviation
-    k = min(k, len(a))
-    norms = (a**2).sum(1)
-    told = []
-    for part in np.array_split(b, max(1, len(b) // rows)):
-        distance = norms - 2 * part @ a.T
-        told.append(values[np.argpartition(distance, k - 1, axis=1)[:, :k]].mean(1))
-    return np.concatenate(told)
+    a, b = (torch.from_numpy(((x - mean) / deviation).astype(np.float32)) for x in (known, asked))
+    squares, of = a.square().sum(1), torch.from_numpy(np.ascontiguousarray(values))
+    near = [(squares - 2 * part @ a.T).topk(min(k, len(a)), largest=False).indices for part in b.split(rows)]
+    return of[torch.cat(near)].mean(1).numpy()
 
 
 # Symbolic regression. Every variable is put in units of its geometric mean first: constants in the strings are then
