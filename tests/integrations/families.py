@@ -21,6 +21,9 @@ _SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, bos_token_id=
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**_SHAPE),
     "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=8),
+    "qwen2, some windows": lambda: transformers.Qwen2Config(
+        **_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
     "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=None),
     "mistral, window 6": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=6),
     "gpt2": lambda: transformers.GPT2Config(
@@ -61,7 +64,8 @@ def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Run code in a new process that has no network."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
 
 

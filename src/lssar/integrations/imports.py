@@ -30,7 +30,7 @@ def _try(module: str, action: Callable[[], Any]) -> None:
     try:
         action()
     except Exception as error:  # somebody else's import must not fail for us
-        warnings.warn(f"lssar could not be joined to {module}: {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"lssar could not be joined to {module.partition('.')[0]}: {error}", stacklevel=2)
 
 
 class _Watcher(importlib.abc.MetaPathFinder):

@@ -217,6 +217,8 @@ def _spec(literal: str) -> AttentionSpec:
     return AttentionSpec.from_literal(literal)
 
 
+# The host plans the strips, so that a CUDA graph must leave these operators out.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _Compiled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionSpec]
 
 
@@ -232,7 +234,7 @@ def _compiled(
     return q, k, v, start.expand(shape), stop.expand(shape), spec
 
 
-@torch.library.custom_op("lssar::tiled_forward", mutates_args=())
+@torch.library.custom_op("lssar::tiled_forward", mutates_args=(), tags=_TAGS)
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> Tensor:
@@ -253,7 +255,7 @@ def _(q, k, v, start, stop, mask, spec):
     return q.new_empty(*q.shape[:3], v.shape[-1])
 
 
-@torch.library.custom_op("lssar::tiled_backward", mutates_args=())
+@torch.library.custom_op("lssar::tiled_backward", mutates_args=(), tags=_TAGS)
 def tiled_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,7 +300,7 @@ def _refuse_double_backward(ctx, *grads):
 tiled_backward.register_autograd(_refuse_double_backward, setup_context=lambda ctx, inputs, output: None)
 
 
-@torch.library.custom_op("lssar::tiled_weights", mutates_args=())
+@torch.library.custom_op("lssar::tiled_weights", mutates_args=(), tags=_TAGS)
 def tiled_weights(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> Tensor:

@@ -128,8 +128,8 @@ def _arguments(
             return q, k, v, {"causal": Lq > 1, "key_lengths": mask.reshape(-1).expand(B)}
         if (rows, numbers) == (Lq, 2):
             return q, k, v, {"causal": False, "key_ranges": mask[:, 0]}
-        if (rows, numbers) == (Lq, 1) and Lq == Lk:
-            return _as_pack(q, k, v, mask[:, 0, :, 0].expand(B, Lq))
+        if (rows, numbers) == (Lq, 1) and Lq <= Lk:  # slots of a cache beyond the queries are empty
+            return _as_pack(q, k[:, :, :Lq], v[:, :, :Lq], mask[:, 0, :, 0].expand(B, Lq))
     raise ValueError(
         f"a mask must be bool (batch, heads or 1, {Lq}, {Lk}), True where a row may see; got {_show(mask)}"
     )

@@ -7,7 +7,7 @@ transformers passes on untouched. B may be 1 for all.
 
     None                      what SDPA takes it for: causal if the layer is, and a single query sees all keys
     (B, 1, 1, 1)   int32      number of keys; the queries are the last ones of all keys there is room for, and causal
-    (B, 1, L, 1)   int32      as many queries as keys, causal; each row's number is where its document starts
+    (B, 1, Lq, 1)  int32      Lq > 1 queries at the first Lq keys, causal; the number is where the row's document starts
     (B, 1, Lq, 2)  int32      first key and one past the last that each row sees
     (B, 1, Lq, Lk) bool       anything else
 
@@ -73,7 +73,7 @@ def visible_keys(
     if plain:
         return _causal(q_length, kv_length, q_offset - kv_offset, padding, dense, device)
     first, end, whole = _ranges_of(dense, batch_size, q_length, kv_length)
-    return _encode(first, end, kv_length, padding, device) if bool(whole) else dense()
+    return _encode(first, end, kv_length, q_offset - kv_offset, padding, device) if bool(whole) else dense()
 
 
 def _causal(
@@ -92,7 +92,7 @@ def _causal(
             return dense()
         if not unpadded:
             ends = torch.minimum(torch.arange(q_length, device=device) + before + 1, end[:, None])
-            return _encode(first[:, None].expand(-1, q_length), ends, kv_length, padding, device)
+            return _encode(first[:, None].expand(-1, q_length), ends, kv_length, before, padding, device)
     if q_length == 1 and isinstance(before, Tensor):  # a static cache: its length stays on the device
         return (before + 1).to(CODE).reshape(1, 1, 1, 1)
     before = int(before)
@@ -119,22 +119,21 @@ def _row_ranges(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, end, (mask.shape[1] == 1) & (end - first == count)
 
 
-def _encode(first: Tensor, end: Tensor, kv_length: int, padding: Tensor | None, device: torch.device) -> Tensor:
+def _encode(
+    first: Tensor, end: Tensor, kv_length: int, before: int | Tensor, padding: Tensor | None, device: torch.device
+) -> Tensor:
     """The shortest code for ranges (B, Lq); the fused kernels take the first two kinds."""
     q_length = first.shape[1]
     if fused_on(device):
-        sees = first < end
         rows = torch.arange(kv_length - q_length, kv_length, device=device)
         lengths = end[:, -1]
-        causal = ((first == 0) | ~sees) & (end == torch.minimum(rows + 1, lengths[:, None]))
-        start, documents = first, causal
-        if q_length == kv_length:
-            start, documents = _documents(first, end, padding)
-        as_lengths, as_documents = torch.stack([causal.all(), documents.all()]).tolist()
-        if as_lengths:
+        causal = ((first == 0) | (first >= end)) & (end == torch.minimum(rows + 1, lengths[:, None]))
+        if bool(causal.all()):
             return lengths.to(CODE)[:, None, None, None]
-        if as_documents and q_length == kv_length:
-            return start.to(CODE)[:, None, :, None]
+        if q_length > 1 and int(before) == 0:  # query i stands at key i
+            start, documents = _documents(first, end, None if padding is None else padding[:, :q_length])
+            if bool(documents.all()):
+                return start.to(CODE)[:, None, :, None]
     return _pair(first, end)
 
 
