@@ -220,6 +220,7 @@ def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: boo
     """A reproduced table or figure, from the JSON of `lssar reproduce`."""
     rows = [row for row in table["rows"] if row["main"]]
     panels = {"bars": _bars, "curves": _curves, "sweep": _sweep, "training": _training, "rates": _rates}
+    panels["accuracy"] = _accuracies
     return _save(panels[draw](rows, table), path, overwrite)
 
 
@@ -350,6 +351,25 @@ def _rates(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
         axis.set(title=task, xlabel="multiple of the training length", ylim=(-0.02, 1.02))
     axes[0][0].set_ylabel("decoded right")
     axes[0][-1].legend(fontsize=7)
+    figure.tight_layout()
+    return figure
+
+
+def _accuracies(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
+    """Zero-shot accuracy, a group of bars a task, chance as a line."""
+    plt = _pyplot()
+    tasks = list(rows[0]["accuracy"])
+    figure, axis = plt.subplots(figsize=(1.5 * len(tasks) + 2, 3.6))
+    width = 0.8 / len(rows)
+    for index, row in enumerate(rows):
+        found = [row["accuracy"][task] for task in tasks]
+        at = [i + (index - (len(rows) - 1) / 2) * width for i in range(len(tasks))]
+        errors = [a["stderr"] for a in found]
+        axis.bar(at, [a["mean"] for a in found], width, yerr=errors, label=row["label"], color=colour(row["attention"]))
+    for i, task in enumerate(tasks):
+        axis.hlines(rows[0]["accuracy"][task]["chance"], i - 0.45, i + 0.45, color="black", lw=1, ls=":")
+    axis.set(xticks=range(len(tasks)), xticklabels=tasks, ylabel="accuracy (dotted: chance)")
+    axis.legend(fontsize=7)
     figure.tight_layout()
     return figure
 

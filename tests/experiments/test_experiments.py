@@ -20,7 +20,7 @@ from lssar.experiments.arms import Row
 from lssar.experiments.claims import CLAIMS, rank_correlation
 from lssar.experiments.dry_run import plan
 from lssar.experiments.paper import LOSSES, PASSKEY
-from lssar.experiments.readings import HeldOut, Length, Retrieval, reweighted
+from lssar.experiments.readings import Downstream, HeldOut, Length, Retrieval, reweighted
 from lssar.model import GPT, model_config
 from lssar.specs import spec
 from lssar.training.sources import write_stdlib
@@ -181,6 +181,7 @@ def test_dry_run_is_printed_and_runs_nothing(tmp_path, capsys, monkeypatch):
         (("table9",), "unknown experiment 'table9'; known: controls"),
         (("table1", "--scale", "h200"), "lssar data prepare"),
         (("table1", "--workers", "0"), "--workers must be at least 1"),
+        (("downstream", "--bench", "nowhere"), "say with --bench FOLDER"),
     ],
     ids=str,
 )
@@ -242,6 +243,10 @@ def fabricated(scale, loss_of, rate_of) -> None:
                 right = round(40 * rate_of(arm, reading))
                 found = [{"multiple": f"{m:g}", "greedy": {"right": right, "of": 40}} for m in reading.multiples]
                 readings[reading.key] = {"task": reading.task, "rows": found}
+            elif isinstance(reading, Downstream):
+                metrics = {"acc": {"value": 0.3 + 0.3 * rate_of(arm, reading), "stderr": 0.01}}
+                row = {"documents": 2000, "chance": 0.25, "metrics": metrics}
+                readings[reading.key] = {"tasks": dict.fromkeys(reading.tasks, row)}
             else:
                 counts = dict.fromkeys(("float16", "bfloat16", "float32"), 0)
                 last = {"length": 16_384, "rows": 64, "textbook": counts, "stable": counts}
@@ -328,7 +333,7 @@ def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     assert str(page) in report.stale(scale, page)
     report.write(scale, page, pictures=False)
     verdicts = {c["claim"]: c["verdict"] for c in json.loads((scale.results / "tables/claims.json").read_text())}
-    assert [verdicts[name] for name in ("a", "d", "f", "f2", "k")] == ["does not hold"] * 5
+    assert [verdicts[name] for name in ("a", "d", "f", "f2", "k", "l")] == ["does not hold"] * 6
 
     gone = scale.arm(EXPERIMENTS["table4"].rows[1], 0)
     (scale.results / f"{gone.key}.json").unlink()
@@ -379,3 +384,19 @@ def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, 
     assert found["softmax"]["paper"]["1.5"] == 0.0
     assert found["softmax"]["arms"] == found["softmax, window"]["arms"]
     assert (small / "results/tables/passkey.png").stat().st_size > 10_000
+
+
+def test_downstream_from_local_files(small, tmp_path, monkeypatch):
+    downstream = EXPERIMENTS["downstream"]
+    rows = tuple(dataclasses.replace(row, reading=Downstream(tasks=("piqa",))) for row in downstream.rows[:2])
+    monkeypatch.setitem(EXPERIMENTS, "downstream", dataclasses.replace(downstream, rows=rows))
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    question = {"goal": "open a jar", "sol1": "turn the lid", "sol2": "sing to it", "label": 0}
+    (bench / "piqa.jsonl").write_text((json.dumps(question) + "\n") * 3)
+    assert reproduce("downstream", "--scale", "smoke", "--out", str(small), "--bench", str(bench)) == 0
+    table = json.loads((small / "results/tables/downstream.json").read_text())
+    found = table["rows"][0]["accuracy"]["piqa"]
+    assert (found["metric"], found["chance"], found["documents"]) == ("acc_norm", 0.5, 3)
+    assert 0 <= found["mean"] <= 1
+    assert (small / "results/tables/downstream.png").stat().st_size > 5_000

@@ -22,7 +22,8 @@ ALL = "all"
 class Reproduce:
     """Train, read and tabulate the arms of experiments; arms that are finished are not run again.
 
-    Experiments: controls, figure1, passkey, table4, figure2, stability, table1, table2, table3; or all.
+    Experiments: controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
+    all.
     Stop it whenever you like: the same command goes on. `lssar reproduce report` writes docs/results.md.
     """
 
@@ -33,6 +34,8 @@ class Reproduce:
     """Another number of training tokens for every arm."""
     data: Path | None = None
     """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
+    bench: Path | None = None
+    """Folder of benchmark files for `downstream`; data/bench, if not given. Without it nothing else is missed."""
     time_limit: float | None = None
     """Seconds after which to save and end, within an arm if need be."""
     workers: int = 1
@@ -55,7 +58,16 @@ class Reproduce:
         from lssar.experiments.runner import Queue, measured, prepare_data, work_through
 
         scale = scale_of(self.scale, self.tokens, self.out)
-        wanted = [EXPERIMENTS[name] for name in chosen(self.names)]
+        say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)  # noqa: E731
+        wanted = []
+        for experiment in (EXPERIMENTS[name] for name in chosen(self.names)):
+            missing = next(filter(None, (r.missing(self.bench) for row in experiment.rows for r in row.readings)), None)
+            if missing and self.names != [ALL] and not self.dry_run:  # before the training, not after it
+                raise FileNotFoundError(missing)
+            if missing and not self.dry_run:
+                say(f"without {experiment.name}: {missing}")
+                continue
+            wanted.append(experiment)
         arms = arms_of(wanted, scale, EXPERIMENTS.values())
         if self.dry_run:
             from lssar.experiments.dry_run import describe
@@ -70,7 +82,7 @@ class Reproduce:
         deadline = time.time() + self.time_limit if self.time_limit is not None else None
         queue = Queue(
             arms=tuple(arms), scale=scale, data=prepare_data(scale, self.data), command=command, deadline=deadline,
-            compile=self.compile, required=required(wanted, scale),
+            compile=self.compile, required=required(wanted, scale), bench=self.bench,
         )  # fmt: skip
         done = sum(map(queue.finished, arms))
         steps, batch = scale.base.steps, scale.base.batch_tokens
@@ -79,7 +91,6 @@ class Reproduce:
         for experiment in wanted:
             if experiment.measure is not None:
                 measured(scale.results, experiment.name, command, experiment.measure)
-        say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)  # noqa: E731
         failed = work_through(queue, self.workers, watch, say)
         files: list[Path] = []
         for experiment in wanted:

@@ -3,10 +3,10 @@
 `lssar reproduce NAME --scale smoke|h200|paper`; how in docs/reproduce.md, outcome in docs/results.md.
 """
 
-from lssar.experiments import controls, figure1, figure2, passkey, stability, table1, table2, table3, table4
+from lssar.experiments import controls, downstream, figure1, figure2, passkey, stability, table1, table2, table3, table4
 from lssar.experiments.arms import SCALES, Arm, Experiment, Row, Scale, arms_of
 
-_MODULES = (controls, figure1, passkey, table4, figure2, stability, table1, table2, table3)
+_MODULES = (controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3)
 """What says most comes first, for a queue that may be cut short."""
 
 EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}

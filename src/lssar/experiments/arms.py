@@ -26,7 +26,7 @@ NOT_CONTENT = (
 """Fields of a recipe that decide how a run is done, not what comes out; of the data, the name counts, not the place."""
 
 Position = Literal["rope", "alibi"]
-Draw = Literal["bars", "curves", "sweep", "training", "rates"]
+Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,8 @@ class Scale:
     """Folder of checkpoints, which may be deleted once the results are there."""
     mixture: dict[str, Any] = field(default_factory=lambda: {"retrieval_share": 0.2})
     """What changes in the recipe of an arm that is to learn retrieval."""
+    bench_documents: int | None = None
+    """Of each benchmark at most."""
     read_all: bool = True
     """Read an arm in every way that any experiment asks for, while its weights are there: they may soon be gone."""
     processes: int = 1
@@ -161,6 +163,7 @@ SCALES: dict[str, Scale] = {
             },
             most_seeds=1,
             read_tokens=16_384,
+            bench_documents=50,
             read_all=False,
             results=Path("out/reproduce/smoke/results"),
             runs=Path("out/reproduce/smoke/runs"),
@@ -172,6 +175,7 @@ SCALES: dict[str, Scale] = {
             data="books",
             most_seeds=3,
             read_tokens=786_432,
+            bench_documents=2000,
             results=Path("results/h200"),
             runs=Path("runs/h200"),
         ),

@@ -10,8 +10,8 @@ from typing import Any
 
 from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
-from lssar.experiments.paper import LOSSES, PASSKEY
-from lssar.experiments.readings import Length, Reading, Retrieval
+from lssar.experiments.paper import DOWNSTREAM, LOSSES, PASSKEY
+from lssar.experiments.readings import Downstream, Length, Reading, Retrieval
 from lssar.experiments.runner import plain
 from lssar.records import write_file, write_json
 
@@ -90,13 +90,15 @@ def _line(
         line["last_tokens"] = figures[0]["last"][0]["tokens"]
     elif isinstance(reading, Retrieval):
         line["rate"] = _rates(figures)
+    elif isinstance(reading, Downstream):
+        line["accuracy"] = _accuracies(figures)
     else:
         line["figures"] = figures[0]
     names = ("val_loss", "train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max", "spikes", "not_finite")
     line["training"] = {name: _worst(arm["training"][name] for arm in arms) for name in names}
     if row.paper is not None and reading == row.reading:
-        published = PASSKEY if experiment.name == "passkey" else LOSSES[experiment.name]
-        line["paper"] = published.get(row.paper, {})
+        others: dict[str, Any] = {"passkey": PASSKEY, "downstream": DOWNSTREAM}
+        line["paper"] = (others | LOSSES)[experiment.name].get(row.paper, {})
     return line
 
 
@@ -118,6 +120,17 @@ def _rates(figures: list[dict[str, Any]]) -> dict[str, Any]:
         counts = [figure["rows"][index]["greedy"] for figure in figures]
         rates[row["multiple"]] = wilson(sum(c["right"] for c in counts), sum(c["of"] for c in counts))
     return rates
+
+
+def _accuracies(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    """{task: mean over seeds, standard error of one seed, chance}; normalised by length where lm-eval does."""
+    found: dict[str, Any] = {}
+    for task, row in figures[0]["tasks"].items():
+        metric = "acc_norm" if "acc_norm" in row["metrics"] else "acc"
+        values = [figure["tasks"][task]["metrics"][metric]["value"] for figure in figures]
+        about = {"metric": metric, "stderr": row["metrics"][metric]["stderr"], "chance": row.get("chance", 0.0)}
+        found[task] = mean_and_deviation(values) | about | {"documents": row["documents"]}
+    return found
 
 
 def _worst(values: Any) -> float | None:
@@ -173,6 +186,21 @@ def rates_markdown(table: dict[str, Any], task: str) -> str:
     return text_table(columns)
 
 
+def accuracy_markdown(table: dict[str, Any]) -> str:
+    """Accuracies with one standard error, what chance gives, and the paper's where it has them."""
+    rows = [row for row in table["rows"] if row["main"]]
+    tasks = list(rows[0]["accuracy"])
+    columns = [Column("", [row["label"] for row in rows] + ["chance"])]
+    for task in tasks:
+        cells = [f"{a['mean']:.3f} ± {a['stderr']:.3f}" for a in (row["accuracy"][task] for row in rows)]
+        metric, chance = (rows[0]["accuracy"][task][name] for name in ("metric", "chance"))
+        columns.append(Column(f"{task} ({metric})", [*cells, f"{chance:.3f}"]))
+    for task in dict.fromkeys(task for row in rows for task in row.get("paper", {})):
+        given = [row.get("paper", {}).get(task) for row in rows]
+        columns.append(Column(f"paper, {task}", [*("-" if v is None else f"{v:.4f}" for v in given), "-"]))
+    return text_table(columns)
+
+
 def stability_markdown(table: dict[str, Any]) -> str:
     """Training's own figures, and the rows lost on the model's own scores in each dtype, textbook and stable."""
     rows = [row for row in table["rows"] if row["main"]]
@@ -212,6 +240,8 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     if table["experiment"] == "stability":
         return [("Training, and rows lost at the longest length read", stability_markdown(table))]
+    if table["experiment"] == "downstream":
+        return [("Accuracy, with one standard error over questions", accuracy_markdown(table))]
     if table["experiment"] == "passkey":
         tasks = dict.fromkeys(row["reading"].split("-")[0] for row in table["rows"] if row["rate"])
         caption = "share of answers decoded right (95% interval), by context as a multiple of the training length"

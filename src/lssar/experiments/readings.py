@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lssar.data.retrieval import TaskMaker, background_of
 from lssar.data.stream import TokenStream
+from lssar.evaluation.downstream import evaluate_benchmark, find_file, read_documents
 from lssar.evaluation.length import evaluate_length, held_out_documents, held_out_shards, pieces_of
 from lssar.evaluation.overflow import DTYPES, model_overflow
 from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
@@ -34,6 +35,10 @@ class HeldOut:
     tokens: int
     """Of one reading."""
     device: str
+    bench: Path | None = None
+    """Folder of benchmark files."""
+    bench_documents: int | None = None
+    """Of each benchmark at most; None: all."""
 
     def pieces(self, length: int) -> list[Tensor]:
         """About `tokens` in pieces of `length`, spread over as many documents as there are."""
@@ -54,7 +59,18 @@ class Reading(Protocol):
         """Names the reading among those of an arm; differs whenever the figures may."""
         ...
 
+    def missing(self, bench: Path | None) -> str | None:
+        """What it would need and has not, in a sentence; None if it can be made."""
+        ...
+
     def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]: ...
+
+
+class _Always:
+    """For readings that need nothing but held-out text."""
+
+    def missing(self, bench: Path | None) -> str | None:
+        return None
 
 
 @contextlib.contextmanager
@@ -73,7 +89,7 @@ def reweighted(model: GPT, p: float | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Length:
+class Length(_Always):
     """Loss at 1x, 2x, 4x ... the training length, and the other two curves of `lssar eval length`."""
 
     to: int = 16
@@ -103,7 +119,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(_Always):
     """Share of answers that are decoded right, by context; see `lssar eval retrieval`."""
 
     task: str = "passkey"
@@ -138,7 +154,7 @@ class Retrieval:
 
 
 @dataclass(frozen=True)
-class Overflow:
+class Overflow(_Always):
     """Rows of the trained model's own scores that textbook and stable forms of its re-weighting lose, by dtype."""
 
     multiples: tuple[int, ...] = (1, 16)
@@ -154,3 +170,31 @@ class Overflow:
         ids = torch.stack([piece[:-1] for piece in held_out.pieces(longest)[: self.pieces]]).to(held_out.device)
         lengths = [m * base for m in self.multiples]
         return {"dtypes": list(DTYPES), "by_length": [model_overflow(model, ids[:, :n]) for n in lengths]}
+
+
+@dataclass(frozen=True)
+class Downstream:
+    """Zero-shot accuracy from local benchmark files, by the harness that needs nothing else."""
+
+    tasks: tuple[str, ...] = ("arc_easy", "hellaswag", "piqa", "sciq", "lambada_openai", "blimp")
+
+    key = "downstream"
+
+    def missing(self, bench: Path | None) -> str | None:
+        try:
+            for task in self.tasks:
+                find_file(task, bench or Path("data/bench"))
+        except FileNotFoundError as error:
+            return f"{error}; say with --bench FOLDER where the benchmarks are (docs/evaluation.md)"
+        return None
+
+    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+        tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
+        batch_tokens = 262_144 if held_out.device == "cuda" else 16_384
+        found = {}
+        for task in self.tasks:
+            documents = read_documents(task, held_out.bench or Path("data/bench"), held_out.bench_documents)
+            found[task] = evaluate_benchmark(
+                model, tokenizer, task, documents, held_out.recipe.length, batch_tokens, held_out.dtype
+            )
+        return {"tasks": found}

@@ -54,7 +54,7 @@ def section(table: dict[str, Any], picture: str | None) -> str:
     parts = collect.sections(table)
     for caption, body in parts:
         text += f"\n{caption}:\n\n{body}"
-    if parts and any("deviation" in str(row.get("loss")) and _seeds(row) > 1 for row in table["rows"]):
+    if parts and any("deviation" in str(row.get("loss")) and _seeds(row) > 1 for row in table["rows"] if "loss" in row):
         text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
     if picture is not None and parts:
         text += f"\n![{table['title']}]({picture})\n"

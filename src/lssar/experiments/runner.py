@@ -54,6 +54,8 @@ class Queue:
     scale: Scale
     data: Path
     command: str
+    bench: Path | None = None
+    """Folder of benchmark files."""
     deadline: float | None = None
     """Of time.time()."""
     compile: bool | None = None
@@ -184,9 +186,12 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
     _train(queue, arm, run, watch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, recipe, step = load_run(run, device)
-    held_out = HeldOut(queue.data, recipe, queue.scale.read_tokens, device)
+    scale = queue.scale
+    held_out = HeldOut(queue.data, recipe, scale.read_tokens, device, queue.bench, scale.bench_documents)
     readings: dict[str, Any] = {}
     for reading in arm.readings:
+        if reading.key not in queue.required[arm.key] and reading.missing(queue.bench):
+            continue  # in passing only where it can be had
         part = run / "readings" / f"{reading.key}.json"
         if not part.exists():
             if (left := queue.time_left()) is not None and left <= 0:
@@ -199,7 +204,7 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
     result = {
         "arm": arm.key,
         "name": arm.name,
-        "scale": queue.scale.name,
+        "scale": scale.name,
         "command": queue.command,
         "content": arm.content,
         "recipe": recipe.to_dict() | {"data": arm.data},
