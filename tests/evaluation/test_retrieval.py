@@ -162,3 +162,23 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             main([*arguments, *words])
         assert message in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "r.json").read_text()) == result
+
+
+@pytest.mark.parametrize("attention", ["lssar", "cosine_softmax"])
+def test_fused_prefill_and_decode_give_the_same(maker, attention, monkeypatch):
+    """What a GPU would run, in Triton's interpreter and PyTorch's kernels: reading, a few rows, single rows."""
+    import lssar.nn
+
+    model = model_of(attention)
+    tiled = evaluate_retrieval(model, maker, "copy", 40, samples=1)
+    shapes = []
+
+    def fused(q, k, v, *rest, **options):
+        shapes.append((q.shape[2], k.shape[2]))
+        return lssar.attention(q, k, v, *rest, **options, impl="fused")
+
+    monkeypatch.setattr(lssar.nn, "attention", fused)
+    found = evaluate_retrieval(model, maker, "copy", 40, samples=1)
+    assert {(31, 31), (1, 32), (1, 33), (7, 39)} <= set(shapes)
+    assert found["nats"] == pytest.approx(tiled["nats"], rel=1e-3)
+    assert found["greedy"] == tiled["greedy"]

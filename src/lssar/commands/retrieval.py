@@ -76,6 +76,8 @@ class Retrieval:
                     arm["rows"].append(self._measure(model, maker, task, length, dtype))
                     write_json(self._json, result, overwrite=True)
                     bar.advance(bars)
+                    if not bar.console.is_terminal:
+                        _say(arm["label"], arm["rows"][-1])
             del model
         if not any(arm["rows"] for arm in result["arms"]):
             raise ValueError("--stop-after left no time for a single task and length")
@@ -146,6 +148,13 @@ class Retrieval:
             window=self.window, batch_tokens=batch_tokens, dtype=dtype,
         )  # fmt: skip
         return row | {"seconds": round(time.perf_counter() - start, 3)}
+
+
+def _say(label: str, row: dict[str, Any]) -> None:
+    """A line for a log, where there is no bar."""
+    choice = f", likeliest {100 * row['choice']['rate']:.0f}%" if "choice" in row else ""
+    found = f"decoded right {100 * row['greedy']['rate']:.0f}%{choice}"
+    print(f"{label}: {row['task']}, {row['length']:,} tokens: {found} ({row['seconds']:.1f}s)", flush=True)
 
 
 CHANCE = "Chance: 0 for greedy (one in 90,000 numbers), one in the number of answers offered for choice."

@@ -64,11 +64,14 @@ class Sample:
 
     def document(self, order: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Context, then the queries in this order, each with its answer; and which of its tokens are answers."""
-        asked = [
-            (part, part is q.answer) for q in map(self.queries.__getitem__, order) for part in (q.prompt, q.answer)
-        ]
-        parts = [(self.context, False), *asked]
-        return np.concatenate([p for p, _ in parts]), np.concatenate([np.full(len(p), right) for p, right in parts])
+        asked = [part for i in order for part in (self.queries[i].prompt, self.queries[i].answer)]
+        tokens = np.concatenate([self.context, *asked])
+        answers = np.zeros(len(tokens), bool)
+        end = len(self.context)
+        for prompt, answer in zip(asked[::2], asked[1::2]):
+            end += len(prompt) + len(answer)
+            answers[end - len(answer) : end] = True
+        return tokens, answers
 
 
 Background = Callable[[np.random.Generator, int], np.ndarray]
@@ -275,8 +278,8 @@ class TaskMaker:
         self._fits("recall", size, 2, count)
         chosen, given = rng.choice(keys, count, replace=False), rng.choice(values, count, replace=False)
         context = self._with_eot(rng.choice(noise, size - 1))
-        for i, at in enumerate(self._places(rng, size, count, 2)):
-            context[at : at + 2] = chosen[i], given[i]
+        places = self._places(rng, size, count, 2)
+        context[places], context[places + 1] = chosen, given
         bins = max(1, len(depths))
         answers = [given[i : i + 1] for i in range(count)]
         depth = [((i * bins // count + 0.5) / bins,) for i in range(count)]

@@ -11,6 +11,7 @@ pretrained=runs/mine`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,7 @@ def write_tasks(documents: dict[str, Sequence[Document]], folder: Path | str) ->
 
 def run_tasks(lm: Any, names: Sequence[str], include: Path | None = None, limit: int | None = None) -> dict[str, Any]:
     """lm-eval's results of tasks by name: from `include` alone if it is given, else lm-eval's own (with a network)."""
+    _quieten()
     manager = TaskManager(include_path=str(include), include_defaults=False) if include else TaskManager()
     found = lm_eval.simple_evaluate(
         lm, tasks=list(names), task_manager=manager, num_fewshot=0, limit=limit, log_samples=False,
@@ -235,6 +237,7 @@ def run_ruler(lm: Any, name: str, length: int, samples: int, seed: int = 42) -> 
         def __init__(self, text: str) -> None:
             self.input_ids = lm.tok_encode(text)
 
+    _quieten()
     random.seed(seed)
     made = prepare_niah.generate_samples(
         prepare_niah.get_haystack(haystack),
@@ -268,6 +271,14 @@ def run_ruler(lm: Any, name: str, length: int, samples: int, seed: int = 42) -> 
     )
     found = lm_eval.simple_evaluate(lm, tasks=[task], num_fewshot=0, log_samples=False, bootstrap_iters=1000)
     return _checked(found)
+
+
+def _quieten() -> None:
+    """lm-eval tells of each setting that it fills in; what matters of them is in its results."""
+    import datasets
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
 
 
 def _checked(found: Any) -> dict[str, Any]:
