@@ -25,13 +25,9 @@ from lssar.ops.fused.backward import reciprocal, store_row_values
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
-    ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
-    lane_compound,
-    lane_max,
     lane_sum,
-    log2_1p,
     power,
     saturate,
     score_scale,
@@ -40,8 +36,12 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward,
     visible_keys,
     visible_rows,
-    weight_line,
 )
+
+# Gluon is young: names as Triton 3.6 has them, and as later ones do
+tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ROW_PLANES = gl.constexpr(8)
 """Rows of numbers that the dq kernel leaves for the dk, dv kernel; six are used."""
@@ -76,8 +76,8 @@ def _fetch(a, a_ring, b, b_ring, barriers, start, stage, pred):
     barrier = barriers.index(stage)
     bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
     mbarrier.expect(barrier, bytes, pred=pred)
-    tma.async_copy_global_to_shared(a, [start, 0], barrier, a_ring.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(b, [start, 0], barrier, b_ring.index(stage), pred=pred)
+    tile_load(a, [start, 0], barrier, a_ring.index(stage), pred=pred)
+    tile_load(b, [start, 0], barrier, b_ring.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexp
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     at = gl.arange(0, ROW_PLANES * M, layout)
     at = (at // M).to(gl.int64) * plane + gl.minimum(start, row_stride - M) + at % M
-    async_copy.async_copy_global_to_shared(ring.index(stage), ptr + gl.max_contiguous(gl.multiple_of(at, 4), 4))
+    pointer_load(ring.index(stage), ptr + gl.max_contiguous(gl.multiple_of(at, 4), 4))
     async_copy.commit_group()
 
 
@@ -280,7 +280,7 @@ def key_gradient_kernel(
             value = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
             async_copy.wait_group(STAGES - 2)
             dk, dv, x, dp = warpgroup_mma_wait(0, (dk, dv, score, value))
-            gl.thread_barrier()  # every warp is done with the stage before, and has its row values
+            program_barrier()  # every warp is done with the stage before, and has its row values
             ahead, free = start + (STAGES - 1) * BLOCK_M, (at + STAGES - 1) % STAGES
             _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
@@ -299,7 +299,7 @@ def key_gradient_kernel(
             dk = warpgroup_mma(ds, q, dk, is_async=True)
         dk, dv = warpgroup_mma_wait(0, (dk, dv))
         async_copy.wait_group(0)
-        gl.thread_barrier()  # the next head fills the ring again
+        program_barrier()  # the next head fills the ring again
         before += steps
     raw_k = _load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
     dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
@@ -433,7 +433,7 @@ def query_gradient_kernel(
         score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
         value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
         gk, sk, x, dp = warpgroup_mma_wait(0, (gk, sk, score, value))
-        gl.thread_barrier()  # every warp is done with the stage before
+        program_barrier()  # every warp is done with the stage before
         _fetch(
             k_tiles, k_ring, v_tiles, v_ring, keys_ready, start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES,
             step + STAGES - 1 < steps,
@@ -474,201 +474,3 @@ def query_gradient_kernel(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
         P, EXACT_QUERIES,
     )  # fmt: skip
-
-
-@gluon.jit
-def _fetch_one(tiles, ring, barriers, start, stage, pred):
-    barrier = barriers.index(stage)
-    mbarrier.expect(barrier, tiles.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(tiles, [start, 0], barrier, ring.index(stage), pred=pred)
-
-
-@gluon.jit
-def _fetch_key_tile(tiles, ring, barriers, key_lo, index, steps, PASSES: gl.constexpr):
-    """Ask for tile number index of those that the passes over the keys read, one pass after the other."""
-    tile = gl.where(index < steps, index, index - steps)
-    start = key_lo + tile * tiles.block_shape[0]
-    _fetch_one(tiles, ring, barriers, start, index % ring.shape[0], index < PASSES * steps)
-
-
-@gluon.jit
-def _add_row_statistics(
-    x, total, lost, largest, row_start, row_stop, start, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr
-):
-    """Pass 1, one tile of scores x [M, N]: its sums of 2a to total, with what rounding lost, and largest x: [M, 4]."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1] // 4
-    xs = _quarters(x)
-    layout: gl.constexpr = xs[0].type.layout
-    excess = total * 0.0  # prod(1 + t) - 1: a sum of logarithms is the logarithm of a product
-    linear = total * 0.0
-    for i in gl.static_range(4):
-        x = xs[i]
-        if MASKED:
-            keys = (start + i * N + gl.arange(0, N, gl.SliceLayout(0, layout)))[None, :]
-            x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
-        part = lane_compound(ex2_neg_abs(x), M, N)
-        excess = excess + part + excess * part
-        linear += lane_sum(x + gl.abs(x), M, N)
-        largest = gl.maximum(largest, lane_max(x, M, N))
-    part = 2.0 * log2_1p(excess, False) + linear - lost
-    new_total = total + part
-    return new_total, (new_total - total) - part, largest
-
-
-@gluon.jit
-def _weights(
-    x, z, slope, intercept, row_start, row_stop, start, element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Pass 2, one tile of scores x [M, N]: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1] // 4
-    xs = _quarters(x)
-    quarter_layout: gl.constexpr = xs[0].type.layout
-    weights = ()
-    for i in gl.static_range(4):
-        weight = softplus2(xs[i], LOG_DEGREE)
-        if REWEIGHT:
-            weight = gl.maximum(weight * slope + intercept, 0.0)
-            if element == gl.float16:  # rounding may leave a weight above 1, and fp16 has no room for its power
-                weight = gl.minimum(weight, 1.0)
-            weight = power(weight, P)
-        if MASKED:
-            keys = (start + i * N + gl.arange(0, N, gl.SliceLayout(0, quarter_layout)))[None, :]
-            weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
-        z += lane_sum(weight, M, N)
-        weights = weights + (weight.to(element),)
-    return _from_quarters(weights[0], weights[1], weights[2], weights[3], layout), z
-
-
-@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
-    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As forward.forward_kernel for half types. A warp group takes 128 rows: with 64, reading K and V from the second
-    level cache is what takes the time. BLOCK_N1 must be BLOCK_N; K has STAGES1 stages, V has STAGES."""
-    blocks = gl.cdiv(Lq, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
-    b = head // Hq
-    b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
-    h_kv = h // (Hq // Hkv)
-    q_ptr += head.to(gl.int64) * Lq * D
-    k_ptr += (b64 * Hkv + h_kv) * Lk * D
-    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
-
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
-    element: gl.constexpr = v_ptr.dtype.element_ty
-
-    q_ring = _ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
-    k_ring = _ring(k_ptr.dtype.element_ty, STAGES1, BLOCK_N, D)
-    v_ring = _ring(element, STAGES, BLOCK_N, D)
-    q_ready, k_ready, v_ready = _barriers(1), _barriers(STAGES1), _barriers(STAGES)
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    _fetch_one(_descriptor(q_ptr, Lq, D, BLOCK_M, D), q_ring, q_ready, first_row, 0, True)
-    k_tiles = _descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
-    row_start, row_stop = visible_keys(
-        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )  # [M]
-    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
-    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
-    steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
-    passes: gl.constexpr = 2 if REWEIGHT else 1
-    for ahead in gl.static_range(STAGES1 - 1):
-        _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, ahead, steps, passes)
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    quarter = _quarters(nothing)[0]
-    lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)  # zeros [M, 4]
-    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
-    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    n = (row_stop - row_start).to(gl.float32)
-    q = q_ring.index(0)
-    mbarrier.wait(q_ready.index(0), 0)
-
-    at = 0  # tiles of K read so far
-    if REWEIGHT:
-        total, lost, largest = lanes, lanes, lanes + HIDDEN
-        for step in range(steps):
-            start = key_lo + step * BLOCK_N
-            mbarrier.wait(k_ready.index(step % STAGES1), step // STAGES1 & 1)
-            k = k_ring.index(step % STAGES1)
-            score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-            x = warpgroup_mma_wait(0, (score,))
-            gl.thread_barrier()  # every warp is done with this stage
-            _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, step + STAGES1 - 1, steps, passes)
-            if (start < full_lo) | (start + BLOCK_N > full_hi):
-                total, lost, largest = _add_row_statistics(
-                    x, total, lost, largest, tile_start, tile_stop, start, LOG_DEGREE, True
-                )
-            else:
-                total, lost, largest = _add_row_statistics(
-                    x, total, lost, largest, tile_start, tile_stop, start, LOG_DEGREE, False
-                )
-        at = steps
-        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
-        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
-        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    else:
-        slope = gl.where(n > 0, 1.0, 0.0)
-        intercept = slope * 0.0
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-
-    for step in gl.static_range(STAGES - 1):
-        _fetch_one(v_tiles, v_ring, v_ready, key_lo + step * BLOCK_N, step, step < steps)
-    z = lanes
-    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    for step in range(steps):
-        start = key_lo + step * BLOCK_N
-        stage = (at + step) % STAGES1
-        mbarrier.wait(k_ready.index(stage), (at + step) // STAGES1 & 1)
-        score = warpgroup_mma(q, k_ring.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        o, x = warpgroup_mma_wait(0, (o, score))
-        gl.thread_barrier()  # every warp is done with this tile of K and the tile of V before
-        _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, at + step + STAGES1 - 1, steps, passes)
-        next_v = step + STAGES - 1
-        _fetch_one(v_tiles, v_ring, v_ready, key_lo + next_v * BLOCK_N, next_v % STAGES, next_v < steps)
-        if (start < full_lo) | (start + BLOCK_N > full_hi):
-            weight, z = _weights(
-                x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, element, factor_layout,
-                P, REWEIGHT, LOG_DEGREE, True,
-            )  # fmt: skip
-        else:
-            weight, z = _weights(
-                x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, element, factor_layout,
-                P, REWEIGHT, LOG_DEGREE, False,
-            )  # fmt: skip
-        mbarrier.wait(v_ready.index(step % STAGES), step // STAGES & 1)
-        o = warpgroup_mma(weight, v_ring.index(step % STAGES), o, is_async=True)
-    o = warpgroup_mma_wait(0, (o,))
-
-    z_row = gl.sum(z, 1)
-    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
-    o = saturate(o * to_mean[:, None], o_ptr.dtype.element_ty)
-    offsets = first_row + gl.arange(0, BLOCK_M, row_layout)
-    columns = gl.arange(0, D, gl.SliceLayout(0, load_layout))
-    gl.store(
-        o_ptr + offsets.to(gl.int64)[:, None] * o_stride_l + columns[None, :], gl.convert_layout(o, load_layout),
-        mask=(offsets < Lq)[:, None],
-    )  # fmt: skip
-    at_row = head.to(gl.int64) * row_stride + rows
-    gl.store(slope_ptr + at_row, slope, mask=rows < Lq)
-    gl.store(intercept_ptr + at_row, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at_row, gl.convert_layout(z_row, row_layout), mask=rows < Lq)
