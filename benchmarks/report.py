@@ -1,6 +1,7 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`.
+A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`; with `lengths` in
+place of modes it is that of `lssar eval length`.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -18,6 +19,8 @@ BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 def table(path: Path, words: list[str]) -> str:
     """Milliseconds and peak memory for each case and contestant, with the ratio to softmax SDPA in the same run."""
     result = json.loads(path.read_text())
+    if words == ["lengths"]:
+        return length_table(result)
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
     lines = [
@@ -42,6 +45,26 @@ def table(path: Path, words: list[str]) -> str:
         f"\n{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}, seed "
         f"{result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA of the same run. "
         f"Command: `{result['command']}`."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def length_table(result: dict) -> str:
+    """Held-out loss by length of each run, and how fast it trained."""
+    lengths = [point["length"] for point in result["curves"][0]["by_length"]]
+    base = result["curves"][0]["train_length"]
+    lines = [
+        "| | tokens | tokens/s | " + " | ".join(f"{length // base}x" for length in lengths) + " |",
+        "|---|---|---|" + "---|" * len(lengths),
+    ]
+    for curve in result["curves"]:
+        training = curve["training"]
+        losses = " | ".join(f"{point['loss']:.3f}" for point in curve["by_length"])
+        lines.append(f"| {curve['label']} | {training['tokens']:,} | {training['tokens_per_s']:,.0f} | {losses} |")
+    machine, recipe = result["environment"], result["curves"][0]["recipe"]
+    lines.append(
+        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {base}, seed {recipe['seed']}; {machine['gpu']}, torch "
+        f"{machine['torch']}, {machine['date'][:10]}. Command: `{result['command']}`. {result.get('note', '')}"
     )
     return "\n".join(lines) + "\n"
 

@@ -53,7 +53,12 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree this runs from, marked when files differ from it; None outside a checkout."""
+    """The commit of the source tree this runs from, marked when files differ from it; None outside a checkout.
+
+    LSSAR_COMMIT says it for a copy of the tree whose history is missing or not its own.
+    """
+    if told := os.environ.get("LSSAR_COMMIT"):
+        return told
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -66,7 +71,7 @@ def _commit() -> str | None:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here))
         return git("rev-parse", "HEAD") + (" with changes" if changed else "") if tracked else None
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("LSSAR_COMMIT")  # a copy of the tree without its history may be told
+        return None
 
 
 def _cpu_name() -> str:
