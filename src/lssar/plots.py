@@ -442,14 +442,17 @@ def plot_orbits(result: dict[str, Any], path: Path, overwrite: bool = False) -> 
     for line, (arm, predicted) in zip(axes, arms.items()):
         for axis, track, true, told in zip(line, systems, orbits["true"], predicted):
             first, second = ([step[body] for step in track] for body in (0, 1))
-            axis.plot(*zip(*second), ".", ms=1.5, color="#8c8c8c")
-            axis.plot(*zip(*first), ".", ms=2.5, color="black")
+            axis.plot(*zip(*second), ".", ms=2, color="#8c8c8c")
+            axis.plot(*zip(*first), ".", ms=4, color="black")
             size = max(abs(x) for point in (*first, *second) for x in point)
-            for forces, shade, width in ((true, "#bbbbbb", 3.0), (told, colour(arm.split("-")[1]), 1.0)):
-                for at in range(0, len(first), max(1, len(first) // 14)):
+            marked = range(0, len(first), max(1, len(first) // 14))
+            for forces, shade, width in ((true, "#c8c8c8", 0.016), (told, colour(arm.split("-")[1]), 0.006)):
+                arrows = []
+                for at in marked:
                     (x, y), (u, v) = first[at], second[at]
                     share = 0.5 * size * math.exp((forces[at] - max(true)) / 2) / math.hypot(u - x, v - y)
-                    axis.plot([x, x + share * (u - x)], [y, y + share * (v - y)], color=shade, lw=width)
+                    arrows.append((x, y, share * (u - x), share * (v - y)))
+                axis.quiver(*zip(*arrows), color=shade, width=width, angles="xy", scale_units="xy", scale=1)
             axis.set_aspect("equal")
             axis.tick_params(labelsize=5)
         line[0].set_ylabel(arm, fontsize=5)

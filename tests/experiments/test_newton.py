@@ -386,6 +386,38 @@ def test_newton_in_short(tmp_path, capsys):
     assert "wellposed-true-forces: m1 m2 / r^2 in 1 of 1 draws (arithmetic operators)" in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pretrain-steps", "0"], "steps, batch and warmup must be at least 1"),
+        (["--labels", "1"], "must be at least 2"),
+        (["--mechanisms", "lsar"], "unknown attention spec 'lsar'"),
+        (["--mechanisms", "lssar,p=many"], "wanted NAME or NAME,FIELD=NUMBER"),
+        (["read-law", "NEW"], "holds no sweep"),
+        (["publish", "NEW", "NEW"], "holds no sweep"),
+        (["report", "NEW"], "does not exist"),
+    ],
+    ids=str,
+)
+def test_mistakes_get_one_line_and_leave_nothing(flags, words, tmp_path, capsys):
+    flags = [str(tmp_path / "new") if word == "NEW" else word for word in flags]
+    named = flags[0] in ("read-law", "publish", "report")
+    with pytest.raises(SystemExit, match="2"):
+        main(["newton", *flags, *([] if named else ["--scale", "ci", "--out", str(tmp_path / "new")])])
+    assert words in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
+
+
+def test_flags_change_the_scale(tmp_path):
+    out = tmp_path / "few"
+    main(["newton", "--scale", "ci", "--out", str(out), "--pretrain-steps", "2", "--finetune-steps", "2", "--no-laws",
+          "--labels", "4", "--mechanisms", "lssar,p=3", "--seeds", "5", "--workers", "1"])  # fmt: skip
+    (arm,) = json.loads((out / "newton.json").read_text())["arms"]
+    assert (arm["mechanism"], arm["seed"], arm["labels"]) == ("lssar,p=3", 5, 4)
+    (family,) = families_in(out)
+    assert (family.pretrain.steps, family.finetune.steps) == (2, 2)
+
+
 def test_the_report_is_made_from_the_results(whole, tmp_path, capsys):
     from lssar.commands.newton import finish
 
@@ -422,3 +454,20 @@ def test_without_the_extra_there_is_a_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyoperon.sklearn", None)
     with pytest.raises(ImportError, match=r"pip install 'lssar\[newton\]'"):
         law.symbolic_laws(some_points(100), draws=1, size=50)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", sorted(WORLDS))
+def test_on_a_gpu(world, tmp_path):
+    """The same systems as on a CPU, and every stage of a job, in bfloat16 with the kernels that `attention` picks."""
+    there, here = (
+        shown(draw(WORLDS[world], 50, np.random.default_rng(0), device=device), 20) for device in ("cuda", "cpu")
+    )
+    if WORLDS[world].reading == "bins":
+        assert (there.cpu() != here).float().mean() < 1e-3
+    else:
+        torch.testing.assert_close(there.cpu(), here, atol=1e-6, rtol=1e-6)
+    family = dataclasses.replace(SMALL, world=world, size="10m", tokens=64, dtype="bfloat16", seeds=(0,))
+    assert run_all((family,), tmp_path, "cuda")
+    for arm in arms_in(tmp_path).values():
+        assert math.isfinite(arm["error"])

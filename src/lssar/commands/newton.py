@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import tyro
@@ -14,6 +15,9 @@ from rich.table import Table
 
 from lssar.commands.common import console, say_where
 from lssar.records import command_line, environment, write_json
+
+if TYPE_CHECKING:
+    from lssar.experiments.newton.arms import Family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -30,6 +34,11 @@ class Newton:
     """Only these, e.g. lssar softmax lssar,p=3; those of the scale, if none is given."""
     seeds: list[int] = field(default_factory=list)
     """Only these; those of the scale, if none is given."""
+    labels: list[int] = field(default_factory=list)
+    """Numbers of labelled systems; those of the scale, if none is given."""
+    pretrain_steps: int | None = None
+    """Another number than the scale's; so for fine-tuning."""
+    finetune_steps: int | None = None
     workers: int | None = None
     """Jobs at a time; one a core on a CPU, 4 on a GPU, if not given."""
     time_limit: float | None = None
@@ -48,19 +57,20 @@ class Newton:
             return tyro.cli(kinds[name], prog=f"lssar newton {name}", args=rest)
         return tyro.cli(cls, prog="lssar newton", args=arguments)
 
-    def run(self) -> None:
-        import dataclasses
+    def _changed(self, family: Family) -> Family:
+        """A family of the scale with what the flags ask for."""
+        changes: dict[str, Any] = {
+            name: tuple(getattr(self, name)) for name in ("mechanisms", "seeds", "labels") if getattr(self, name)
+        }
+        for stage in ("pretrain", "finetune"):
+            if (steps := getattr(self, f"{stage}_steps")) is not None:
+                changes[stage] = dataclasses.replace(getattr(family, stage), steps=steps)
+        return dataclasses.replace(family, **changes)
 
+    def run(self) -> None:
         from lssar.experiments.newton.arms import SCALES, claim, jobs_of, run_all
 
-        families = tuple(
-            dataclasses.replace(
-                family,
-                mechanisms=tuple(self.mechanisms) or family.mechanisms,
-                seeds=tuple(self.seeds) or family.seeds,
-            )
-            for family in SCALES[self.scale]
-        )
+        families = tuple(self._changed(family) for family in SCALES[self.scale])
         out = self.out or Path("out") / f"newton-{self.scale}"
         jobs = jobs_of(families)
         workers = self.workers or min(len(jobs), 4 if self.device.startswith("cuda") else os.cpu_count() or 1)

@@ -89,6 +89,8 @@ class Family:
             raise ValueError(f"unknown world {self.world!r}; known: {', '.join(WORLDS)}")
         if unknown := set(self.starts) - set(STARTS):
             raise ValueError(f"unknown start {sorted(unknown)}; known: {', '.join(STARTS)}")
+        if not self.labels or min(self.labels) < 2:
+            raise ValueError(f"numbers of labelled systems must be at least 2; got {self.labels}")
         for mechanism in self.mechanisms:
             parse_spec(mechanism)
         labelled_systems(WORLDS[self.world], 1, self.tokens, self.first, np.random.default_rng(0))

@@ -88,6 +88,10 @@ class Optimisation:
     weight_decay: float = 0.01
     clip: float = 1.0
 
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch, self.warmup) < 1 or self.lr <= 0:
+            raise ValueError(f"steps, batch and warmup must be at least 1 and lr positive; got {self}")
+
     def rate(self, step: int) -> float:
         """Linear warm-up, cosine to 0."""
         return self.lr * min(1.0, (step + 1) / self.warmup) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
