@@ -14,7 +14,7 @@ COLOURS = {  # one mechanism, one colour, in every figure
     "lssa": "#dd8452",
     "lssar": "#c44e52",
 }
-_OTHERS = ("#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
+_OTHERS = ("#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd", "#3b3b3b")
 _STYLES = {
     "fused": "-",
     "tiled": "-",
@@ -225,12 +225,23 @@ def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: boo
 
 
 def _style(rows: list[dict[str, Any]], index: int) -> dict[str, Any]:
-    """One colour a label; the mechanisms that have a colour of their own keep it where they come first."""
+    """A mechanism (and position) keeps its colour; how it is read, and a power that is not its own, change the line."""
     row = rows[index]
-    first = next(i for i, r in enumerate(rows) if r["attention"] == row["attention"])
-    dashed = "ntk" in row["reading"] or "posthoc" in row["reading"] or "window" in row["reading"]
-    plain = first == index or dashed
-    return {"color": colour(row["attention"] if plain else "", index), "ls": "--" if dashed else "-"}
+    families = list(dict.fromkeys((r["attention"], r["position"]) for r in rows))
+    strange = [family for family in families if family[0] not in COLOURS or family[1] != "rope"]
+    family = (row["attention"], row["position"])
+    own = row["p"] is None or (row["attention"] == "lssar" and row["p"] == 15)
+    ways = (("posthoc", (0, (1, 1))), ("window", ":"), ("ntk", "--"))
+    line = next((ls for word, ls in ways if word in row["reading"]), "-" if own else (0, (3, 1, 1, 1)))
+    if not own and row["p"] == 3:
+        line = (0, (5, 3))
+    return {"color": colour("" if family in strange else family[0], strange.index(family) if family in strange else 0),
+            "ls": line}  # fmt: skip
+
+
+def _multiples(axis: Any, title: str, at: list[float]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set(title=title, xlabel="multiple of the training length", xticks=at, xticklabels=[f"{m:g}x" for m in at])
 
 
 def _bars(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
@@ -276,10 +287,9 @@ def _curves(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
         "the paper (124M)" if paper else f"loss of the last {rows[0]['last_tokens']} tokens, given this context"
     )
     for axis, title in zip(axes, titles):
-        axis.set_xscale("log", base=2)
-        axis.set(title=title, xlabel="multiple of the training length")
+        _multiples(axis, title, table["at"])
     axes[0].set_ylabel("nats a token")
-    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=3)
     figure.tight_layout()
     return figure
 
@@ -323,8 +333,9 @@ def _training(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
                     *zip(*known) if known else ([], []), marker="o", ms=3, ls=ls, color=colour(family), label=label
                 )
     for axis, title in zip(axes, ("gradient norm before clipping", "loss at the training length")):
+        powers = sorted({row["p"] for row in rows})
         axis.set_xscale("log", base=2)
-        axis.set(title=title, xlabel="p")
+        axis.set(title=title, xlabel="p", xticks=powers, xticklabels=[f"{p:g}" for p in powers])
         axis.legend(fontsize=7)
     axes[0].set_yscale("log")
     figure.tight_layout()
@@ -347,10 +358,10 @@ def _rates(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
             axis.fill_between(
                 at, [r["low"] for r in found], [r["high"] for r in found], color=style["color"], alpha=0.1
             )
-        axis.set_xscale("log", base=2)
-        axis.set(title=task, xlabel="multiple of the training length", ylim=(-0.02, 1.02))
+        _multiples(axis, task, [2**i for i in range(5)])
+        axis.set_ylim(-0.02, 1.02)
     axes[0][0].set_ylabel("decoded right")
-    axes[0][-1].legend(fontsize=7)
+    axes[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=3)
     figure.tight_layout()
     return figure
 

@@ -76,6 +76,7 @@ def _line(
     line: dict[str, Any] = {
         "label": row.label,
         "attention": row.attention,
+        "position": row.position,
         "p": row.spec().p,
         "reading": reading.key,
         "main": reading == row.reading,
