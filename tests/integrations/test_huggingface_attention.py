@@ -64,6 +64,10 @@ def test_packed_equals_separate(family, codes):
     assert batch["cu_seq_lens_q"].tolist() == [0, 5, 14, 15, 23]
     del batch["labels"]
     close(model(**batch, use_cache=False).logits, apart)
+    if family == "llama":  # transformers would let documents see each other here, without a word
+        for ignored in (dict(use_cache=True), dict(use_cache=False, attention_mask=torch.ones_like(ids))):
+            with pytest.raises(ValueError, match="position_ids restart"):
+                model(ids, position_ids=positions, **ignored)
 
 
 def test_chunks_of_a_prompt_equal_the_whole(codes):

@@ -160,8 +160,39 @@ def test_padded_and_packed_equal_alone():
             place = slice(12 - len(row), None) if side == "left" else slice(0, len(row))
             close(logits[i, place], gpt(row[None])[0])
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = model(torch.cat(rows)[None], position_ids=positions, use_cache=False).logits
-    close(packed, torch.cat([gpt(row[None]) for row in rows], 1))
+    for use_cache in (False, True):
+        packed = model(torch.cat(rows)[None], position_ids=positions, use_cache=use_cache).logits
+        close(packed, torch.cat([gpt(row[None]) for row in rows], 1))
+
+
+def test_pipelines_and_beams(folder, no_network):
+    write = transformers.pipeline("text-generation", model=str(folder))
+    out = write(["def f(", "x"], max_new_tokens=5, do_sample=False, batch_size=2)
+    assert [len(texts) for texts in out] == [1, 1]
+    assert out[0][0]["generated_text"].startswith("def f(")
+    model = wrap(gpt_of("grouped"))
+    ids = tokens(2, 6)
+    beams = [model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False, **cache) for cache in CACHES.values()]
+    assert beams[0].tolist() == beams[1].tolist() == beams[2].tolist()
+
+
+def test_lm_eval_reads_the_export_as_the_run(run, folder, no_network):
+    """lm-eval's own Hugging Face model over the export, ours over the run: the same likelihoods and the same text."""
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    from lssar.integrations.lm_eval import LssarLM
+
+    models = [huggingface.HFLM(pretrained=str(folder), device="cpu", max_length=64, batch_size=4)]
+    models += [LssarLM(run, max_length=64, device="cpu")]
+    pairs = [("def f", "(x):"), ("import os\nimport", " sys"), ("", "hello"), ("a" * 100, " b")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    theirs, ours = ([value for value, _ in model.loglikelihood(asked)] for model in models)
+    assert theirs == pytest.approx(ours, abs=1e-4)
+    until = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+    asked = [Instance("generate_until", {}, (text, until), i) for i, text in enumerate(["def f(", "import os\nx = "])]
+    theirs, ours = (model.generate_until(asked) for model in models)
+    assert theirs == ours
 
 
 def test_ntk_factor_is_kept_and_used(tmp_path):
@@ -218,7 +249,9 @@ def test_compiles_whole():
     close(torch.compile(model, backend="aot_eager", fullgraph=True)(ids, use_cache=False).logits, model(ids).logits)
 
 
-def test_export_loses_nothing(run, folder, tmp_path, capsys):
+def test_export_loses_nothing(run, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    main(["export", str(run), str(folder)])
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(run), str(folder)])

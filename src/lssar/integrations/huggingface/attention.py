@@ -54,6 +54,8 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
                 f"{name!r} has no mask function, so that padding would be seen; call "
                 "lssar.integrations.huggingface.register(), which registers both"
             )
+        if attention_mask is None and kwargs.get("cu_seq_lens_q") is None and getattr(module, "layer_idx", 0) == 0:
+            _refuse_ignored_pack(kwargs.get("position_ids"))
         mechanism = mechanism_of(name, module)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if scaling is not None and not mechanism.cosine and mechanism.scale == "rsqrt_d":
@@ -156,6 +158,17 @@ def _as_pack(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Te
     bounds = torch.cat([bounds, bounds.new_full((1,), B * L)])
     q, k, v = (x if B == 1 else x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))
     return q, k, v, {"causal": True, "cu_seqlens": bounds}
+
+
+def _refuse_ignored_pack(position_ids: Tensor | None) -> None:
+    """Packed documents that transformers did not take for such: it would let them see each other, without a word."""
+    if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
+        return
+    if bool((position_ids[:, 1:] == 0).any()):
+        raise ValueError(
+            "position_ids restart, as those of packed documents do, but transformers takes them for that only with "
+            "use_cache=False and without an attention_mask"
+        )
 
 
 def _from_additive(mask: Tensor) -> Tensor:

@@ -84,12 +84,12 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.gpt.embed(input_ids) if inputs_embeds is None else inputs_embeds
         recompute = self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
         use_cache = (self.config.use_cache if use_cache is None else use_cache) and recompute is None
-        if use_cache and past_key_values is None and not self.training:
+        positions = self._positions(x, attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
+        if use_cache and past_key_values is None and not self.training:  # after the mask, which for packs wants none
             past_key_values = DynamicCache(config=self.config)
         caches = None
         if past_key_values is not None:
             caches = [_TransformersCache(past_key_values, layer) for layer in range(self.gpt.config.layers)]
-        positions = self._positions(x, attention_mask, position_ids, past_key_values, kwargs.get("cu_seq_lens_q"))
         hidden = self.gpt.through(x, positions, caches, recompute)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.gpt.logits(hidden[:, kept])
