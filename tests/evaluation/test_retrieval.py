@@ -182,3 +182,33 @@ def test_fused_prefill_and_decode_give_the_same(maker, attention, monkeypatch):
     assert {(31, 31), (1, 32), (1, 33), (7, 39)} <= set(shapes)
     assert found["nats"] == pytest.approx(tiled["nats"], rel=1e-3)
     assert found["greedy"] == tiled["greedy"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["lssar", "lssa", "softmax", "cosine_softmax"])
+@pytest.mark.parametrize("window", [None, 300])
+def test_on_a_gpu(maker, attention, window):
+    """Half precision, the fused kernels and the cache against float32 on a CPU, over several tiles."""
+    torch.manual_seed(0)
+    config = ModelConfig(layers=2, width=128, heads=2, vocab_size=257, train_length=128, attention=spec(attention))
+    model = GPT(config).eval()
+    settings = {"samples": 2, "depths": DEPTHS, "window": window}
+    for task in TASKS:
+        on_cpu = evaluate_retrieval(model.cpu(), maker, task, 1400, **settings)
+        on_gpu = evaluate_retrieval(
+            model.cuda(), maker, task, 1400, **settings, dtype=torch.bfloat16, batch_tokens=2**16
+        )
+        assert on_gpu["nats"] == pytest.approx(on_cpu["nats"], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_64k_on_a_gpu():
+    """At 64 times a length of 1,024 memory is the cache's and the activations', not the square's."""
+    config = ModelConfig(layers=2, width=128, heads=2, vocab_size=257, train_length=1024)
+    model = GPT(config).eval().cuda()
+    torch.cuda.reset_peak_memory_stats()
+    found = evaluate_retrieval(
+        model, TaskMaker(load_tokenizer("bytes")), "recall", 65_536, samples=1, dtype=torch.bfloat16
+    )
+    assert found["greedy"]["of"] == 16
+    assert torch.cuda.max_memory_allocated() < 2**30

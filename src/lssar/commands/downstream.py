@@ -82,6 +82,8 @@ class Downstream:
                     arm["tasks"][task] = row | {"seconds": round(time.perf_counter() - start, 3)}
                     write_json(self._json, result, overwrite=True)
                     bar.advance(line)
+                    if not bar.console.is_terminal:
+                        _say(arm["label"], task, arm["tasks"][task])
         console.print(downstream_table(result))
         console.print("+- is one standard error; * is not two of them above chance, or above one answer for all.")
         say_where([write_json(self._json, result, overwrite=True)])
@@ -221,6 +223,12 @@ class _Model:
             found = run_tasks(self.lm, [task], write_tasks({task: documents}, Path(folder)))
         questions = [benchmark(task).question(document) for document in documents]
         return about | {"documents": len(documents), **chance(questions), "metrics": metrics_of(found, task)}
+
+
+def _say(label: str, task: str, row: dict[str, Any]) -> None:
+    """A line for a log, where there is no bar."""
+    found = ", ".join(f"{metric} {_cell(value, metric, None)}" for metric, value in row["metrics"].items())
+    print(f"{label}: {task}: {found} ({row['seconds']:.1f}s)", flush=True)
 
 
 def downstream_table(result: dict[str, Any]) -> Table:

@@ -157,7 +157,7 @@ def _say(label: str, row: dict[str, Any]) -> None:
     print(f"{label}: {row['task']}, {row['length']:,} tokens: {found} ({row['seconds']:.1f}s)", flush=True)
 
 
-CHANCE = "Chance: 0 for greedy (one in 90,000 numbers), one in the number of answers offered for choice."
+CHANCE = "By chance next to nothing is decoded right; of the answers offered one in their number is the likeliest."
 
 
 def retrieval_table(result: dict[str, Any], rule: Rule) -> Table:
