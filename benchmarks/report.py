@@ -1,7 +1,7 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`; with `lengths` in
-place of modes it is that of `lssar eval length`.
+A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
+modes, `lengths` makes the table of `lssar eval length`.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -63,8 +63,8 @@ def length_table(result: dict) -> str:
         lines.append(f"| {curve['label']} | {training['tokens']:,} | {training['tokens_per_s']:,.0f} | {losses} |")
     machine, recipe = result["environment"], result["curves"][0]["recipe"]
     lines.append(
-        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {base}, seed {recipe['seed']}; {machine['gpu']}, torch "
-        f"{machine['torch']}, {machine['date'][:10]}. Command: `{result['command']}`. {result.get('note', '')}"
+        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {base}, seed {recipe['seed']}; {machine['gpu']}, "
+        f"torch {machine['torch']}, {machine['date'][:10]}. Command: `{result['command']}`. {result.get('note', '')}"
     )
     return "\n".join(lines) + "\n"
 

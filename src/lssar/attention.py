@@ -94,14 +94,12 @@ def attention(
             obstacle = fused.why_not(
                 q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
             )
-        only_lengths = not any(x is not None for x in (mask, window, cu_seqlens, key_ranges))
-        if obstacle is None and q.shape[2] == 1 and only_lengths and not _needs_gradient(q, k, v):
-            tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
-            return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
         if obstacle is None:
-            return fused.fused_attention(
-                q, k, v, p=spec.p, causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window
-            )
+            view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
+            if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v):
+                tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
+                return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
+            return fused.fused_attention(q, k, v, p=spec.p, **view)
         if impl == "fused":
             raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
 

@@ -118,5 +118,7 @@ def _binned(positions: Tensor, per_octave: int = 4) -> list[dict[str, Any]]:
         if int(at) > edges[-1]:
             edges.append(int(at))
         at *= 2 ** (1 / per_octave)
+    if len(edges) > 2 and len(positions) - edges[-1] < (edges[-1] - edges[-2]) / 2:
+        edges.pop()  # a few last tokens are no bin of their own
     edges.append(len(positions))
     return [{"start": a, "stop": b, "loss": float(positions[a:b].mean())} for a, b in pairwise(edges) if b > a]

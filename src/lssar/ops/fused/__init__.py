@@ -67,6 +67,20 @@ def fused_attention(
     return forward_op(q, k, v, p, causal, cu_seqlens, key_lengths, window)[0]
 
 
+FEW_ROWS = 16
+"""Query rows, times heads that share a key head, that make a call one of decoding: the tensor cores' smallest tile."""
+
+
+def is_decoding(
+    q: Tensor, k: Tensor, *, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
+) -> bool:
+    """Whether fused_decode gives what fused_attention would, and sooner: a few rows, split over the keys."""
+    rows = q.shape[2]
+    few = 0 < rows <= k.shape[2] and rows * (q.shape[1] // k.shape[1]) <= FEW_ROWS
+    whole = cu_seqlens is None and window is None
+    return few and whole and (rows == 1 or (causal and key_lengths is None))
+
+
 def fused_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, p: float | None, lengths: Tensor | None = None,
     block_table: Tensor | None = None, tolerance: float = 2.0**-10, unit_keys: bool = False,
