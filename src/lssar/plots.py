@@ -43,8 +43,6 @@ def _pyplot():
 
 
 def colour(mechanism: str, index: int = 0) -> str:
-    if "window" in mechanism:  # another arm than the mechanism that it reads with
-        return _OTHERS[index % len(_OTHERS)]
     return COLOURS.get(mechanism.split(",")[0], _OTHERS[index % len(_OTHERS)])
 
 
@@ -171,19 +169,22 @@ def plot_diagnostics(result: dict[str, Any], path: Path, overwrite: bool = False
 
 
 def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
-    """Heat maps of exact answers over length and depth, a row an arm and a column a task; below, rates by length."""
+    """Heat maps of right answers over length and depth, a row an arm and a column a task; below, rates by length."""
     plt = _pyplot()
     arms = [arm for arm in result["arms"] if arm["rows"]]
     tasks = list(dict.fromkeys(row["task"] for arm in arms for row in arm["rows"]))
+    rules = {"greedy": "decoded right", "choice": "likeliest is right\n(black: by chance)"}
     figure, axes = plt.subplots(
-        len(arms) + 1, len(tasks), figsize=(3.1 * len(tasks), 1.7 * len(arms) + 2.6), squeeze=False,
-        height_ratios=[1.0] * len(arms) + [1.6], layout="constrained",
+        len(arms) + len(rules), len(tasks), figsize=(3.1 * len(tasks) + 0.5, 1.7 * len(arms) + 4.4), squeeze=False,
+        height_ratios=[1.0] * len(arms) + [1.3] * len(rules), layout="constrained",
     )  # fmt: skip
     image = None
     for line, arm in zip(axes, arms):
         for axis, task in zip(line, tasks):
-            rows = sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
+            rows = _retrieval_rows(arm, task)
             axis.grid(False)
+            if arm is arms[0]:
+                axis.set_title(task)
             if not rows:
                 axis.axis("off")
                 continue
@@ -192,28 +193,42 @@ def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) 
             image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
             axis.set_xticks(range(len(rows)), [f"{row['length'] // arm['train_length']}x" for row in rows])
             axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-            if arm is arms[0]:
-                axis.set_title(task)
             if task == tasks[0]:
                 axis.set_ylabel(f"{arm['label']}\ndepth")
     if image is not None:
         figure.colorbar(image, ax=axes[: len(arms)].ravel().tolist(), label="decoded right", shrink=0.8)
-    for axis, task in zip(axes[-1], tasks):
-        for index, arm in enumerate(arms):
-            rows = sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
-            at = [row["length"] / arm["train_length"] for row in rows]
-            style = {"color": colour(arm["label"], index), "label": arm["label"]}
-            axis.plot(at, [row["greedy"]["rate"] for row in rows], "o-", ms=3, **style)
-            low, high = ([row["greedy"][end] for row in rows] for end in ("low", "high"))
-            axis.fill_between(at, low, high, color=style["color"], alpha=0.12)
-            if any("choice" in row for row in rows):
-                axis.plot(at, [row["choice"]["rate"] for row in rows], ls=":", lw=1, color=style["color"])
-                axis.axhline(rows[0]["chance"], color="black", lw=0.6, ls=":")
-        axis.set_xscale("log", base=2)
-        axis.set(ylim=(-0.03, 1.03), xlabel="length / training length")
-    axes[-1][0].set_ylabel("decoded right\n(dotted: likeliest; chance)")
-    axes[-1][0].legend(fontsize=7)
+    for line, (rule, title) in zip(axes[len(arms) :], rules.items()):
+        for axis, task in zip(line, tasks):
+            chances = [_retrieval_curve(axis, arm, index, task, rule) for index, arm in enumerate(arms)]
+            if not axis.lines:
+                axis.axis("off")
+                continue
+            if rule == "choice" and any(chances):
+                axis.axhline(max(filter(None, chances)), color="black", lw=0.8)
+            axis.set_xscale("log", base=2)
+            axis.set(ylim=(-0.03, 1.03), xlabel="length / training length")
+        line[0].set_ylabel(title)
+    axes[len(arms)][0].legend(fontsize=7)
     return _save(figure, path, overwrite)
+
+
+def _retrieval_rows(arm: dict[str, Any], task: str) -> list[dict[str, Any]]:
+    return sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
+
+
+def _retrieval_curve(axis: Any, arm: dict[str, Any], index: int, task: str, rule: str) -> float | None:
+    """A rate by length with its interval; what chance gives."""
+    rows = [row for row in _retrieval_rows(arm, task) if rule in row]
+    if not rows:
+        return None
+    at = [row["length"] / arm["train_length"] for row in rows]
+    shade = colour(arm["attention"], index)
+    line = ":" if arm["window"] is not None else "--" if arm["ntk"] == "length" else "-"
+    axis.plot(at, [row[rule]["rate"] for row in rows], "o", ls=line, ms=3, color=shade, label=arm["label"])
+    axis.fill_between(
+        at, [row[rule]["low"] for row in rows], [row[rule]["high"] for row in rows], color=shade, alpha=0.12
+    )
+    return rows[0].get("chance")
 
 
 def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: bool = False) -> Path:
