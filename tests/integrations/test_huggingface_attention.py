@@ -140,8 +140,9 @@ SEEN = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("chunk", [20, 2**22])
 @pytest.mark.parametrize("case", SEEN)
-def test_codes_say_what_the_mask_says(case, codes):
+def test_codes_say_what_the_mask_says(case, chunk, codes, monkeypatch):
     from transformers import masking_utils as theirs
 
     ask = {"batch_size": 2, "mask_function": theirs.causal_mask_function, **SEEN[case]}
@@ -157,6 +158,7 @@ def test_codes_say_what_the_mask_says(case, codes):
         ask["attention_mask"] = torch.tensor(ask["attention_mask"], dtype=torch.bool)
         first = int(ask.get("q_offset", 0))
         real = ask["attention_mask"][:, first : first + ask["q_length"]]
+    monkeypatch.setitem(masks.CHUNK, "cpu", chunk)
     code = masks.visible_keys(**ask)
     dense = theirs.sdpa_mask(**{**ask, "allow_is_causal_skip": False})
     if case not in ("holes", "two keys"):
@@ -242,7 +244,8 @@ def compiled_equals_eager(family, how, backend="aot_eager"):
         logits.logsumexp(-1).sum().backward()
         results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
         model.zero_grad()
-    close(results[0], results[1])
+    for a, b in zip(*results):  # norms and rotary angles are float32 whatever the weights are, and inductor rounds anew
+        assert (a - b).norm() <= (1e-4 if backend == "inductor" else 1e-9) * a.norm()
 
 
 def test_compiled_equals_eager(codes):

@@ -89,5 +89,9 @@ def _put(new: Path, folder: Path) -> None:
         return
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old-"))
     os.replace(folder, old)
-    os.replace(new, folder)
+    try:
+        os.replace(new, folder)
+    except BaseException:
+        os.replace(old, folder)
+        raise
     shutil.rmtree(old)

@@ -27,7 +27,7 @@ from transformers.utils.import_utils import is_tracing
 CODE = torch.int32
 FEWEST_KEYS = 3
 """With fewer keys a mask of integers could be mistaken for a code, so there are none."""
-CHUNK = 2**24
+CHUNK = {"cpu": 2**22, "cuda": 2**26}
 """Elements of a mask that are looked at together."""
 
 
@@ -72,7 +72,7 @@ def visible_keys(
         return _traced(q_length, kv_length, q_offset - kv_offset, padding, dense, plain, custom, device)
     if plain:
         return _causal(q_length, kv_length, q_offset - kv_offset, padding, dense, device)
-    first, end, whole = _ranges_of(dense, batch_size, q_length, kv_length)
+    first, end, whole = _ranges_of(dense, batch_size, q_length, kv_length, device)
     return _encode(first, end, kv_length, q_offset - kv_offset, padding, device) if bool(whole) else dense()
 
 
@@ -104,9 +104,11 @@ def _causal(
     return _pair(torch.zeros_like(end), end)
 
 
-def _ranges_of(dense: Callable, batch: int, q_length: int, kv_length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ranges_of(
+    dense: Callable, batch: int, q_length: int, kv_length: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """First key and one past the last of each row (B, Lq), and whether all between them is seen in every row."""
-    rows = max(1, CHUNK // max(1, batch * kv_length))
+    rows = max(1, CHUNK.get(device.type, CHUNK["cpu"]) // max(1, batch * kv_length))
     parts = [_row_ranges(dense(slice(i, min(i + rows, q_length)))) for i in range(0, q_length, rows)]
     first, end, whole = (torch.cat(part, 1) for part in zip(*parts))
     return first, end, whole.all()
