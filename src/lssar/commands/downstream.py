@@ -52,6 +52,8 @@ class Downstream:
     """Context in tokens; the training length, if not given. What is longer loses its beginning."""
     ntk: Literal["off", "length"] = "off"
     window: int | None = None
+    tokenizer: str | None = None
+    """Of runs: bytes, gpt2, or a file; that of the run's data, if not given."""
     harness: Literal["auto", "lm-eval", "builtin"] = "auto"
     """lm-eval where it is installed, or the built-in one, which asks the same and scores the same."""
     batch_tokens: int | None = None
@@ -135,11 +137,14 @@ class _Model:
         self.is_run = (folder / "checkpoints").is_dir()
         self.recipe: Any = None
         if self.is_run:
+            from lssar.data.tokenizers import load_tokenizer
             from lssar.training.loop import load_run
             from lssar.training.sources import data_folder, tokenizer_of
 
             self.model, self.recipe, self.step = load_run(folder, command.device)
-            self.tokenizer = tokenizer_of(data_folder(self.recipe, folder), self.recipe.vocab_size)
+            given = command.tokenizer
+            of_data = data_folder(self.recipe, folder)
+            self.tokenizer = load_tokenizer(given) if given else tokenizer_of(of_data, self.recipe.vocab_size)
             self.model.ntk = command.ntk
             self.model.window = command.window if command.window is not None else self.model.window
             on_gpu = command.device.startswith("cuda")

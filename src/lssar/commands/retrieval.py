@@ -42,6 +42,8 @@ class Retrieval:
     """Read the runs through a sliding window of so many tokens."""
     data: Path | None = None
     """Folder of shards whose held-out documents the needles are put in; the run's own, if not given."""
+    tokenizer: str | None = None
+    """bytes, gpt2, or a file; that of the run's data, if not given."""
     seed: int = 0
     batch_tokens: int | None = None
     """Tokens read at once: 524,288 on a GPU, 16,384 on a CPU, if not given."""
@@ -128,11 +130,13 @@ class Retrieval:
     def _maker(self, folder: Path, recipe: Any) -> Any:
         from lssar.data.retrieval import TaskMaker, background_of
         from lssar.data.stream import TokenStream
+        from lssar.data.tokenizers import load_tokenizer
         from lssar.evaluation.length import held_out_shards
         from lssar.training.sources import data_folder, tokenizer_of
 
         own, held_out = data_folder(recipe, folder), held_out_folder(folder, recipe, self.data)
-        tokenizer = tokenizer_of(own if own.exists() else held_out, recipe.vocab_size)
+        folder_of_it = own if own.exists() else held_out
+        tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else tokenizer_of(folder_of_it, recipe.vocab_size)
         text = None
         if "needles" in self.tasks:
             text = background_of(TokenStream(held_out_shards(held_out)), tokenizer.eot)

@@ -346,7 +346,7 @@ class TrainingDocuments:
         self.maker, self.tasks, self.seed = maker, list(tasks), seed
 
     def identity(self) -> dict[str, Any]:
-        tokenizer = {key: value for key, value in self.maker.tokenizer.to_dict().items() if key != "file"}
+        tokenizer = f"{self.maker.tokenizer.name}, {self.maker.tokenizer.vocab_size} ids"
         return {"retrieval_tasks": self.tasks, "retrieval_seed": self.seed, "retrieval_tokenizer": tokenizer}
 
     def window(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:

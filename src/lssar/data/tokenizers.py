@@ -87,7 +87,7 @@ class Gpt2Tokenizer:
         except OSError as error:  # requests' errors are OSErrors
             raise OSError(
                 f"tiktoken could not download its gpt2 files ({type(error).__name__}); without a network give the "
-                f"path of a ranks file (gpt2.tiktoken) as the tokenizer"
+                f"path of a ranks file (gpt2.tiktoken) as the tokenizer, or put it beside the shards"
             ) from error
 
     @property

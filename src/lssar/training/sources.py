@@ -18,6 +18,7 @@ from lssar.training.recipes import Recipe
 
 STDLIB = "stdlib"
 STDLIB_BYTES = 16_000_000
+GPT2_FILE = "gpt2.tiktoken"
 
 
 def open_data(recipe: Recipe, run: Path, w: World) -> tuple[TokenBatches | Ahead, TokenBatches | None]:
@@ -54,11 +55,19 @@ def data_folder(recipe: Recipe, run: Path) -> Path:
 
 
 def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a folder of shards: what its manifest says, else bytes' or GPT-2's by the vocabulary's size."""
-    manifest = folder / "manifest.json"
+    """The tokenizer of a folder of shards: what its manifest says, else bytes' or GPT-2's by the vocabulary's size.
+
+    GPT-2's comes from `gpt2.tiktoken` in the folder, if that is there: without it tiktoken needs a network once.
+    """
+    manifest, ranks = folder / "manifest.json", folder / GPT2_FILE
     if manifest.exists():
-        return tokenizer_from_dict(json.loads(manifest.read_text())["tokenizer"], folder)
-    by_size = {257: "bytes", 50257: "gpt2"}
+        record = json.loads(manifest.read_text())["tokenizer"]
+        return (
+            load_tokenizer(ranks)
+            if record == {"kind": "gpt2"} and ranks.exists()
+            else tokenizer_from_dict(record, folder)
+        )
+    by_size: dict[int, str | Path] = {257: "bytes", 50257: ranks if ranks.exists() else "gpt2"}
     if vocab_size not in by_size:
         raise ValueError(
             f"{str(folder)!r} has no manifest.json that names the tokenizer, and a vocabulary of {vocab_size} ids is "
