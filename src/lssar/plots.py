@@ -412,8 +412,8 @@ def plot_law_errors(result: dict[str, Any], path: Path, overwrite: bool = False)
             for index, (mechanism, start) in enumerate(curves):
                 rows = [row for row in arms if (row["mechanism"], row["start"]) == (mechanism, start)]
                 shade = colour(mechanism, index) if "," not in mechanism else _OTHERS[0]
-                _seed_curve(axis, rows, statistic, color=shade, ls="-" if start == "pretrained" else "--",
-                            label=f"{mechanism}, {start}")  # fmt: skip
+                look = {"ls": "-"} if start == "pretrained" else {"ls": "--", "mfc": "white"}
+                _seed_curve(axis, rows, statistic, color=shade, label=f"{mechanism}, {start}", **look)
             known = [row for row in result["oracles"] if row["world"] == world and "labels" in row]
             _seed_curve(axis, known, statistic, color="black", ls=":", label="nearest neighbours, true state")
             axis.set_xscale("log", base=2)
@@ -430,7 +430,7 @@ def _seed_curve(axis: Any, rows: list[dict[str, Any]], statistic: str, **style: 
     labels = sorted({row["labels"] for row in rows})
     values = [[row[statistic] for row in rows if row["labels"] == n] for n in labels]
     if labels:
-        axis.plot(labels, [sum(v) / len(v) for v in values], "o", ms=3, **style)
+        axis.plot(labels, [sum(v) / len(v) for v in values], marker="o", ms=4, **style)
         axis.fill_between(labels, [min(v) for v in values], [max(v) for v in values], color=style["color"], alpha=0.1)
 
 
@@ -472,13 +472,14 @@ def plot_orbits(result: dict[str, Any], path: Path, overwrite: bool = False) -> 
             axis.plot(*zip(*first), ".", ms=4, color="black")
             size = max(abs(x) for point in (*first, *second) for x in point)
             marked = range(0, len(first), max(1, len(first) // 14))
-            for forces, shade, width in ((true, "#c8c8c8", 0.016), (told, colour(arm.split("-")[1]), 0.006)):
+            plain = {"headlength": 0, "headaxislength": 0, "headwidth": 1, "width": 0.018, "color": "#c8c8c8"}
+            for forces, style in ((true, plain), (told, {"width": 0.006, "color": colour(arm.split("-")[1])})):
                 arrows = []
                 for at in marked:
                     (x, y), (u, v) = first[at], second[at]
                     share = 0.5 * size * math.exp((forces[at] - max(true)) / 2) / math.hypot(u - x, v - y)
                     arrows.append((x, y, share * (u - x), share * (v - y)))
-                axis.quiver(*zip(*arrows), color=shade, width=width, angles="xy", scale_units="xy", scale=1)
+                axis.quiver(*zip(*arrows), angles="xy", scale_units="xy", scale=1, **style)
             axis.set_aspect("equal")
             axis.tick_params(labelsize=5)
         line[0].set_ylabel(arm, fontsize=5)

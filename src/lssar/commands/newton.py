@@ -174,9 +174,9 @@ def finish(out: Path) -> None:
 
     result, files = write(out, out / "newton", overwrite=True)
     if result["arms"]:
-        console.print(exponents_shown(result))
+        console.print(exponents_shown(result), width=max(console.width, 110))
     for (name, counts), row in zip(law_counts(result), result["laws"]):
-        console.print(f"{name}: m1 m2 / r^2 in {counts}", highlight=False)
+        console.print(f"{name}: m1 m2 / r^2 in {counts}", highlight=False, soft_wrap=True)
         for text in dict.fromkeys(law["law"] for law in row["laws"]):
             console.print(f"    F = {text}", highlight=False, soft_wrap=True)
     say_where(files)

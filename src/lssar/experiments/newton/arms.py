@@ -458,7 +458,7 @@ def collect(out: Path) -> dict[str, Any]:
     laws = read("laws", [*(f"{family.world}-{TRUE}" for family in families), *arms])
     return {
         "settings": json.loads((out / "settings.json").read_text()),
-        "identifiability": {family.world: identifiability(WORLDS[family.world]) for family in families},
+        "identifiability": {name: identifiability(world) for name, world in WORLDS.items()},
         "oracles": json.loads(kept.read_text()),
         "pretrained": read("pretrained", [job.name for job in jobs]),
         "arms": read("arms", arms),

@@ -139,7 +139,9 @@ def findings(result: Row) -> str:
         by_labels = _groups(rows, "labels")
         enough = [n for (n,), arms in sorted(by_labels.items()) if all(row["error"] <= CLOSE for row in arms)]
         if enough:
-            text = f"with {min(enough):,} labelled systems all three exponents are within {CLOSE} in every seed"
+            seeds = len(by_labels[min(enough),])
+            every = f"in each of {seeds} seeds" if seeds > 1 else "(one seed)"
+            text = f"with {min(enough):,} labelled systems all three exponents are within {CLOSE} {every}"
         else:
             (most,), arms = max(by_labels.items())
             text = f"not found: with {most:,} labelled systems the largest error is {_mean(arms, 'error')}"
