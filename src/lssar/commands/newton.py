@@ -95,6 +95,8 @@ class ReadLaw:
     engine: Literal["operon", "pysr"] = "operon"
     arms: Literal["best", "all"] = "best"
     """`best`: of each mechanism the pre-trained arm with most labels, first seed; `all`: every finished arm."""
+    operators: list[Literal["arithmetic", "original"]] = field(default_factory=lambda: ["arithmetic", "original"])
+    """What formulas are made of: + * / alone, or sin, cos and exp too, as in the original."""
     draws: int = 5
     size: int = 1000
     """Points in a draw."""
@@ -107,7 +109,8 @@ class ReadLaw:
     def read(self) -> None:
         from lssar.experiments.newton.arms import read_laws
 
-        read_laws(self.folder, self.arms == "all", self.engine, self.draws, self.size, self.workers)
+        everything = self.arms == "all"
+        read_laws(self.folder, everything, self.engine, tuple(self.operators), self.draws, self.size, self.workers)
 
 
 @dataclass

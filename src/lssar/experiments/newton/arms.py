@@ -29,7 +29,15 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from lssar.experiments.newton.law import Engine, Points, exponents, nearest_neighbours, r_squared, symbolic_laws
+from lssar.experiments.newton.law import (
+    OPERATORS,
+    Engine,
+    Points,
+    exponents,
+    nearest_neighbours,
+    r_squared,
+    symbolic_laws,
+)
 from lssar.experiments.newton.model import OrbitModel, orbit_model_config
 from lssar.experiments.newton.orbits import WORLDS, identifiability
 from lssar.experiments.newton.probe import inductive_bias
@@ -391,8 +399,8 @@ def read_predictions(out: Path, arm: str) -> dict[str, np.ndarray]:
 
 
 def read_laws(
-    out: Path, everything: bool = False, engine: Engine = "operon", draws: int = 5, size: int = 1000, workers: int = 1,
-    say: Callable[[str], None] = _print,
+    out: Path, everything: bool = False, engine: Engine = "operon", operators: tuple[str, ...] = tuple(OPERATORS),
+    draws: int = 5, size: int = 1000, workers: int = 1, say: Callable[[str], None] = _print,
 ) -> None:  # fmt: skip
     """Formulas for the true forces and for finished arms, into OUT/laws; those that are there are not read again."""
     wanted: list[tuple[Family, str]] = []
@@ -402,7 +410,7 @@ def read_laws(
         chosen = finished if everything else best_arms(family, out)
         wanted += [(family, name) for name in (*([f"{family.world}-{TRUE}"] if chosen else []), *chosen)]
     todo = [(family, name) for family, name in wanted if not (out / "laws" / f"{name}.json").exists()]
-    read = partial(_read_law, out=out, engine=engine, draws=draws, size=size)
+    read = partial(_read_law, out=out, engine=engine, operators=operators, draws=draws, size=size)
     if workers == 1 or len(todo) < 2:
         for family, name in todo:
             say(read(family, name))
@@ -412,11 +420,13 @@ def read_laws(
             say(future.result())
 
 
-def _read_law(family: Family, name: str, out: Path, engine: Engine, draws: int, size: int) -> str:
+def _read_law(
+    family: Family, name: str, out: Path, engine: Engine, operators: tuple[str, ...], draws: int, size: int
+) -> str:  # fmt: skip
     points = test_points(family)
     if not name.endswith(TRUE):
         points = points.with_force(read_predictions(out, name)["log_force"])
-    laws = symbolic_laws(points, draws, size, 0, engine)
+    laws = symbolic_laws(points, draws, size, 0, engine, operators)
     write_json(out / "laws" / f"{name}.json", {"arm": name, "engine": engine, "laws": laws}, overwrite=True)
     return f"{name}: F = {laws[0]['law']}"
 
