@@ -136,28 +136,11 @@ def softmax_times(q, k, v, do):
         return forward, bench(both)
 
 
-def record(op, q, k, v, do):
-    """Run forward and backward once; the launch of each kernel by name, to be timed on its own."""
-    launch, launches = op.launch, {}
-
-    def recording(name, *call):
-        launches[name] = lambda: launch(name, *call)
-        launch(name, *call)
-
-    op.launch = recording
-    try:
-        o, rows = op._forward(q, k, v, 15.0, True, None, None, None)
-        op._backward(q, k, v, o, do, rows, 15.0, True, None, None, None)
-    finally:
-        op.launch = launch
-    return launches
-
-
 def sweep(jobs):
     """jobs: (kernel, 'dxheadsxlength', [tile, ...])."""
     parsed = [(kernel, tuple(int(x) for x in shape.split("x")), tile_list) for kernel, shape, tile_list in jobs]
     precompile(sorted({(kernel, shape[0], t) for kernel, shape, tile_list in parsed for t in tile_list}))
-    from lssar.ops.fused import op
+    from lssar.ops.fused.tune import record
 
     best = {}
     for kernel, (d, heads, length), tile_list in parsed:
@@ -179,7 +162,7 @@ def sweep(jobs):
                 if not max(mine) < 0.03:
                     print(f"  {text}: WRONG {mine}")
                     continue
-                launches = record(op, q, k, v, do)
+                launches = record(q, k, v, do)
                 ms = bench(lambda: launches[kernel]())  # noqa: B023
             except Exception as problem:
                 print(f"  {text}: {type(problem).__name__} {str(problem)[:150]}")

@@ -58,3 +58,21 @@ def _dies(*arguments):
     import os
 
     os._exit(9)
+
+
+def test_decoding_is_one_row_against_a_cache():
+    import dataclasses
+
+    case = dataclasses.replace(CASE, decode=True)
+    q, k, _, _ = case.inputs()
+    assert q.shape[2] == 1 and k.shape[2] == case.length
+    for name in ("tiled:lssar", "sdpa:softmax", "eager:lssar"):
+        assert measure.measure(name, case, ("forward",), 0.01)["forward_ms"] > 0
+    with pytest.raises(ValueError, match="no backward"):
+        contestants_run(["tiled:lssar"], [case], ("both",))
+
+
+def contestants_run(*arguments):
+    from lssar.benchmark import run_benchmark
+
+    return run_benchmark(*arguments)

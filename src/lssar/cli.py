@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "export": "lssar.commands.export:Export",
     "newton": "lssar.commands.newton:Newton",
     "bench": "lssar.commands.bench:Bench",
+    "tune": "lssar.commands.bench:Tune",
     "specs": "lssar.commands.bench:Specs",
 }
 """Where each command is; imported when asked for, so that one command's extras are no other's."""

@@ -25,6 +25,8 @@ def run_benchmark(
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+    if any(case.decode for case in cases) and tuple(modes) != ("forward",):
+        raise ValueError(f"decoding has no backward: its only mode is forward; got {', '.join(modes)}")
     for name in contestants:
         split_name(name)  # a typing error should not cost the first hour
     rows = []

@@ -31,6 +31,8 @@ class Bench:
     key_heads: int | None = None
     """As many as heads, if not given."""
     causal: bool = True
+    decode: bool = False
+    """One row against a cache of each length, in place of self-attention; forward alone."""
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget: float = 1.0
     """Seconds of timing for each figure."""
@@ -58,12 +60,14 @@ class Bench:
                 self.device,
                 self.causal,
                 self.seed,
+                self.decode,
             )
             for size in self.head_sizes
             for dtype in dtypes
             for length in self.lengths
         ]
-        columns = [f"{mode}_ms" for mode in self.modes]
+        modes = ["forward"] if self.decode else self.modes
+        columns = [f"{mode}_ms" for mode in modes]
         table = Table(title=f"{self.device}: milliseconds (median) and peak extra memory")
         for name in ("case", "contestant", *columns, "MiB", "ratio to first SDPA"):
             table.add_column(name)
@@ -73,7 +77,7 @@ class Bench:
             def report(row: dict[str, Any]) -> None:
                 bar.update(task, advance=1, description=f"{row['contestant']} L {row['length']}")
 
-            result = run_benchmark(contestants, cases, self.modes, self.budget, report)
+            result = run_benchmark(contestants, cases, modes, self.budget, report)
         result = {"command": command_line(), **result}
         for row in result["rows"]:
             table.add_row(str(_case(Case, row)), row["contestant"], *_cells(row, columns, result["rows"]))
@@ -86,6 +90,40 @@ class Bench:
             say_where(files)
         if any("incorrect" in row or "failed" in row for row in result["rows"]):
             sys.exit(1)
+
+
+@dataclass
+class Tune:
+    """Measure tile shapes of the fused kernels on this GPU and keep the fastest, for every later process."""
+
+    head_sizes: list[int] = field(default_factory=lambda: [64, 128])
+    dtypes: list[str] = field(default_factory=lambda: ["bfloat16"])
+    length: int = 8192
+    heads: int = 16
+    budget: float = 60.0
+    """Seconds for each kernel."""
+    forget: bool = False
+    """Remove what was kept for this card, and measure nothing."""
+
+    def run(self) -> None:
+        from lssar.ops.fused import tiles, tune
+
+        if self.forget:
+            tiles.stored_path().unlink(missing_ok=True)
+            return
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU to tune for")
+        path = tiles.stored_path()
+        for size in self.head_sizes:
+            for dtype in self.dtypes:
+                with console.status(f"head size {size}, {dtype}") as status:
+                    found = tune.tune(
+                        size, getattr(torch, dtype), self.length, self.heads, self.budget, report=status.update
+                    )
+                path = tune.store(found)
+                for key, tile in found.items():
+                    console.print(f"{key[0]}, head size {size}, {dtype}: {tile}", highlight=False)
+        say_where([path])
 
 
 @dataclass
@@ -108,7 +146,7 @@ def _cells(row: dict[str, Any], columns: list[str], rows: list[dict[str, Any]]) 
         if obstacle in row:
             return [*("-" for _ in columns), "-", f"{obstacle}: {row[obstacle]}"]
     peers = ("cudnn:softmax", "sdpa:softmax", "flash:softmax")
-    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal")
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "decode")
     alike = {r["contestant"]: r for r in rows if all(r[key] == row[key] for key in same) and columns[0] in r}
     peer = next((alike[name] for name in peers if name in alike), None)
     ratios = ", ".join(f"{c.removesuffix('_ms')} {row[c] / peer[c]:.2f}x" for c in columns) if peer else "no SDPA here"

@@ -6,9 +6,14 @@ A table in place of autotuning: no stall at a new length, the same tiles and so 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import triton
@@ -87,9 +92,32 @@ CHOSEN: dict[Key, Tile] = {}
 """Tiles that were measured on this card or that a fallback ended at; looked up first."""
 
 
+def stored_path() -> Path:
+    """Where `lssar tune` keeps the tiles of this card and Triton; LSSAR_CACHE names another folder."""
+    folder = os.environ.get("LSSAR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lssar"
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
+    name = "".join(c if c.isalnum() else "-" for c in f"{card}-triton-{triton.__version__}")
+    return Path(folder) / f"tiles-{name}.json"
+
+
+@functools.cache
+def _load_stored() -> None:
+    """Once a process, before the first kernel. A file that cannot be read is said so and left alone."""
+    path = stored_path()
+    try:
+        for text, fields in json.loads(path.read_text()).items():
+            kernel, d, itemsize = text.split("/")
+            CHOSEN.setdefault((kernel, int(d), int(itemsize)), Tile(**fields))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError) as problem:
+        warnings.warn(f"{path} is not used: {problem}; `lssar tune` writes a new one", stacklevel=2)
+
+
 def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
     bucket = max(64, triton.next_power_of_2(d))
     key = (kernel, bucket, itemsize)
+    _load_stored()
     if key in CHOSEN:
         return CHOSEN[key]
     if not torch.cuda.is_available():

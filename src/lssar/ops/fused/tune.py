@@ -1,0 +1,122 @@
+"""Find better tiles for the card at hand and keep them where `tiles.tile_for` looks first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from lssar.ops.fused import op, tiles
+from lssar.ops.fused.tiles import Tile
+from lssar.records import write_json
+
+KERNELS = ("forward", "query_gradient", "key_gradient")
+
+
+def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
+    """Tiles worth a try around the one in use: other sizes, warps, stages and register limits."""
+    gluon = kernel.endswith("_hopper")
+    seen = {now}
+    yield now
+    for m in (64, 128) if kernel == "forward" else (32, 64, 128):
+        for n in (32, 64, 128):
+            for warps in (4, 8):
+                for stages in (2, 3):
+                    for registers in (None, 128, 168):
+                        tile = dataclasses.replace(now, m=m, n=n, n1=0, warps=warps, stages=stages, registers=registers)
+                        if gluon and (registers is not None or (m, n) not in ((64, 64), (64, 128), (128, 64))):
+                            continue  # one warp group for 64 rows of the product
+                        if m * n > 128 * 64 * (warps // 4) or tile in seen:
+                            continue
+                        seen.add(tile)
+                        yield tile
+
+
+def tune(
+    head_size: int, dtype: torch.dtype, length: int = 8192, heads: int = 16, budget_s: float = 60.0,
+    report: Callable[[str], None] = lambda line: None, time: Callable[[Callable[[], Any]], float] | None = None,
+) -> dict[tiles.Key, Tile]:  # fmt: skip
+    """The fastest tile of each kernel among those that give the same results; kept in tiles.CHOSEN."""
+    from time import monotonic
+
+    measure = time or _time
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, heads, length, head_size, generator=generator, device=device).to(dtype) for _ in range(4)
+    )
+    call = (15.0, True, None, None, None)
+    o, rows = op._forward(q, k, v, *call)
+    exact = [o, *op._backward(q, k, v, o, do, rows, *call)]
+    launched = record(q, k, v, do)
+    bucket = max(64, triton.next_power_of_2(head_size))
+    found: dict[tiles.Key, Tile] = {}
+    for name in launched:
+        key = (name, bucket, q.element_size())
+        before = tiles.CHOSEN.get(key)
+        best, best_ms, began = None, float("inf"), monotonic()
+        for tile in candidates(name, tiles.tile_for(name, head_size, q.element_size())):
+            if best is not None and monotonic() - began > budget_s:
+                break
+            tiles.CHOSEN[key] = tile
+            try:
+                o, rows = op._forward(q, k, v, *call)
+                got = [o, *op._backward(q, k, v, o, do, rows, *call)]
+                if tiles.CHOSEN[key] != tile:
+                    continue  # too large for this card: a smaller one ran in its place
+                off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(got, exact))
+                if not off < 4 * torch.finfo(dtype).eps:
+                    report(f"{name} {tile}: differs by {off:.1e}, left out")
+                    continue
+                ms = measure(record(q, k, v, do)[name])
+            except Exception as problem:  # a shape that this Triton cannot compile is no candidate
+                report(f"{name} {tile}: {type(problem).__name__}")
+                continue
+            report(f"{name} {tile}: {ms:.3f} ms")
+            if ms < best_ms:
+                best, best_ms = tile, ms
+        if best is None:
+            tiles.CHOSEN.pop(key, None)
+            if before is not None:
+                tiles.CHOSEN[key] = before
+            continue
+        tiles.CHOSEN[key] = found[key] = best
+    return found
+
+
+def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """Run forward and backward once; the launch of each kernel by name, to be run on its own."""
+    launch, launches = op.launch, {}
+
+    def recording(name: str, *call: Any) -> None:
+        launches[name] = lambda: launch(name, *call)
+        launch(name, *call)
+
+    op.launch = recording  # type: ignore[assignment]
+    try:
+        o, rows = op._forward(q, k, v, 15.0, True, None, None, None)
+        op._backward(q, k, v, o, do, rows, 15.0, True, None, None, None)
+    finally:
+        op.launch = launch
+    return launches
+
+
+def _time(run: Callable[[], Any]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(run, warmup=15, rep=60, return_mode="median"))
+
+
+def store(found: dict[tiles.Key, Tile], path: Path | None = None) -> Path:
+    """Add tiles to the file of this card; those of other head sizes and dtypes stay."""
+    path = path or tiles.stored_path()
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept |= {"/".join(map(str, key)): dataclasses.asdict(tile) for key, tile in found.items()}
+    os.makedirs(path.parent, exist_ok=True)
+    return write_json(path, kept, overwrite=True)
