@@ -300,6 +300,22 @@ def test_a_folder_holds_one_sweep(whole):
         dataclasses.replace(SMALL, mechanisms=("lsar",))
 
 
+def test_arms_may_be_added_to_a_folder(tmp_path):
+    from lssar.experiments.newton.arms import claim, collect
+
+    few = dataclasses.replace(SMALL, seeds=(0,), mechanisms=("softmax",), probe=None)
+    claim((few,), tmp_path)
+    assert len({row.get("seed") for row in collect(tmp_path)["oracles"]} - {None}) == 1
+    more = dataclasses.replace(few, seeds=(1,), mechanisms=("lssar",))
+    claim((more, dataclasses.replace(few, world="wellposed-bins", tokens=20)), tmp_path)
+    first, second = families_in(tmp_path)
+    assert (first.seeds, first.mechanisms, second.world) == ((0, 1), ("softmax", "lssar"), "wellposed-bins")
+    assert len({row.get("seed") for row in collect(tmp_path)["oracles"]} - {None}) == 2
+    with pytest.raises(ValueError, match="other settings"):
+        claim((dataclasses.replace(few, labels=(4, 17)),), tmp_path)
+    assert families_in(tmp_path) == (first, second)
+
+
 @pytest.mark.slow
 def test_two_workers_do_the_same_and_stop_when_told(whole, tmp_path):
     settings = tmp_path / "run.py"
@@ -357,7 +373,7 @@ def test_the_sweep_of_the_gpu_covers_the_question():
     assert set(first.mechanisms) == {"softmax", "lssa", "lssar", "lssar,p=3", "cosine_softmax"}
     assert (min(first.labels), max(first.labels), len(first.seeds)) == (8, 4096, 3)
     assert set(first.starts) == {"pretrained", "fresh"}
-    assert {family.world for family in SCALES["h200"]} == {"wellposed", "original", "heavy"}
+    assert {family.world for family in SCALES["h200"]} == {"wellposed", "original", "heavy", "wellposed-bins"}
     names = [arm for job in jobs_of(SCALES["h200"]) for arm, _, _ in job.arms()]
     assert len(names) == len(set(names))
     assert Job(first, "lssar,p=3", 0).name == "wellposed-lssar-p3-seed0"

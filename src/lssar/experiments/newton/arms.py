@@ -1,6 +1,6 @@
 """The sweep as a queue of jobs: pre-train, fine-tune this and a fresh model on each number of labels, probe.
 
-OUT/settings.json       what is swept; another sweep may not use the folder
+OUT/settings.json       what is swept; worlds, mechanisms and seeds may be added, another sweep may not use the folder
 OUT/pretrained/JOB.json how well the next step is foretold, what it cost, the machine
 OUT/arms/ARM.json       an arm's exponents and R^2; an arm that is there is not run again
 OUT/predictions/ARM.safetensors    its log forces for the test systems, which `read_laws` and the figures use later
@@ -125,18 +125,18 @@ SCALES: dict[str, tuple[Family, ...]] = {
             finetune=Optimisation(steps=600, batch=64, lr=6e-4),
             probe=Optimisation(steps=100, batch=100, lr=3e-4), probe_functions=10,
         ),
-        *(
+        *(  # is it the masses, the bins or the model?
             Family(
                 world=world, size="10m", tokens=256, mechanisms=("lssar", "softmax"), seeds=(0,), labels=(4096,),
                 dtype="bfloat16", pretrain=Optimisation(steps=1500, batch=64, lr=6e-4, warmup=100),
                 finetune=Optimisation(steps=800, batch=64, lr=6e-4),
             )
-            for world in ("original", "heavy")
+            for world in ("original", "heavy", "wellposed-bins")
         ),
     ),
 }  # fmt: skip
 SCALES["109m"] = tuple(  # the original's model; hours, not minutes
-    dataclasses.replace(family, size="109m", tokens=1000, labels=(1000, 9000)) for family in SCALES["h200"][1:]
+    dataclasses.replace(family, size="109m", tokens=1000, labels=(1000, 9000)) for family in SCALES["h200"][1:3]
 )
 
 
@@ -372,13 +372,20 @@ def _work(job: Job, out: Path, device: str, keep_weights: bool) -> bool:
 
 
 def claim(families: tuple[Family, ...], out: Path) -> None:
-    """A folder holds one sweep."""
-    settings = json.loads(json.dumps([dataclasses.asdict(family) for family in families]))
+    """Write down what a folder holds. Worlds, mechanisms and seeds may be added to it; nothing else may differ."""
     path = out / "settings.json"
-    if not path.exists():
-        write_json(path, settings)
-    elif json.loads(path.read_text()) != settings:
-        raise ValueError(f"{out} holds a sweep with other settings; give another --out")
+    kept = {family.world: family for family in families_in(out)} if path.exists() else {}
+    for family in families:
+        before = kept.get(family.world, family)
+        mechanisms, seeds = (
+            tuple(dict.fromkeys((*getattr(before, name), *getattr(family, name)))) for name in ("mechanisms", "seeds")
+        )
+        kept[family.world] = dataclasses.replace(before, mechanisms=mechanisms, seeds=seeds)
+        if dataclasses.replace(family, mechanisms=mechanisms, seeds=seeds) != kept[family.world]:
+            raise ValueError(f"{out} holds a sweep with other settings; give another --out")
+    settings = json.loads(json.dumps([dataclasses.asdict(family) for family in kept.values()]))
+    if not path.exists() or json.loads(path.read_text()) != settings:
+        write_json(path, settings, overwrite=True)
 
 
 def families_in(out: Path) -> tuple[Family, ...]:
@@ -462,14 +469,17 @@ def collect(out: Path) -> dict[str, Any]:
 
     jobs = jobs_of(families)
     arms = [arm for job in jobs for arm, _, _ in job.arms()]
-    kept = out / "oracles.json"
-    if not kept.exists():
-        write_json(kept, [row for family in families for row in oracles(family)])
+    cases = [[family.world, n, seed] for family in families for seed in family.seeds for n in family.labels]
+    path = out / "oracles.json"
+    kept = json.loads(path.read_text()) if path.exists() else None
+    if not isinstance(kept, dict) or kept["cases"] != cases:
+        kept = {"cases": cases, "rows": [row for family in families for row in oracles(family)]}
+        write_json(path, kept, overwrite=True)
     laws = read("laws", [*(f"{family.world}-{TRUE}" for family in families), *arms])
     return {
         "settings": json.loads((out / "settings.json").read_text()),
         "identifiability": {name: identifiability(world) for name, world in WORLDS.items()},
-        "oracles": json.loads(kept.read_text()),
+        "oracles": kept["rows"],
         "pretrained": read("pretrained", [job.name for job in jobs]),
         "arms": read("arms", arms),
         "laws": laws,
