@@ -426,10 +426,14 @@ def test_mistakes_get_one_line_and_leave_nothing(flags, words, tmp_path, capsys)
 
 def test_flags_change_the_scale(tmp_path):
     out = tmp_path / "few"
-    main(["newton", "--scale", "ci", "--out", str(out), "--pretrain-steps", "2", "--finetune-steps", "2", "--no-laws",
-          "--labels", "4", "--mechanisms", "lssar,p=3", "--seeds", "5", "--workers", "1"])  # fmt: skip
+    flags = ["newton", "--scale", "ci", "--out", str(out), "--pretrain-steps", "2", "--finetune-steps", "2",
+             "--no-laws", "--labels", "4", "--mechanisms", "lssar,p=3", "--seeds", "5", "--workers", "1"]  # fmt: skip
+    main(flags)
     (arm,) = json.loads((out / "newton.json").read_text())["arms"]
     assert (arm["mechanism"], arm["seed"], arm["labels"]) == ("lssar,p=3", 5, 4)
+    about = (out / "run.json").read_text()
+    main(flags)
+    assert (out / "run.json").read_text() == about  # nothing was left to run: its origin stays
     (family,) = families_in(out)
     assert (family.pretrain.steps, family.finetune.steps) == (2, 2)
 

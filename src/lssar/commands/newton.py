@@ -77,7 +77,8 @@ class Newton:
         arms = sum(len(list(job.arms())) for job in jobs)
         console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
         claim(families, out)
-        write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
+        if not all((out / "arms" / f"{arm}.json").exists() for job in jobs for arm, _, _ in job.arms()):
+            write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
         done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights)
         if not done:
             console.print("not all arms are finished; the same command goes on", highlight=False)
