@@ -100,13 +100,18 @@ def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
             raise RuntimeError("the card fell off")
         return read(self, model, held_out)
 
-    read = Length.read
+    read, smaller = Length.read, arms_module.SCALES["smoke"]
     monkeypatch.setattr(Length, "read", breaks)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
     said = capsys.readouterr().out
     assert "the card fell off" in said
     assert "failed: softmax_inverse" in said
-    assert len(list((small / "results").glob("*.json"))) == 3
+    results = {path.name: json.loads(path.read_text()) for path in (small / "results").glob("*.json")}
+    assert sorted(bool(result["readings"]) for result in results.values()) == [False, True, True, True]
+    monkeypatch.undo()
+    monkeypatch.setitem(arms_module.SCALES, "smoke", smaller)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # the training was not lost
+    assert "2/2" not in capsys.readouterr().out
 
 
 def test_arms_are_known_by_their_content():
@@ -373,17 +378,17 @@ def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, 
         if row.label in ("softmax", "softmax, window")
     )
     monkeypatch.setitem(EXPERIMENTS, "passkey", dataclasses.replace(passkey, rows=rows))
-    assert reproduce("passkey", "--scale", "smoke", "--out", str(small), "--tokens", "4096") == 0
+    assert reproduce("passkey", "--scale", "smoke", "--out", str(small), "--tokens", "6144") == 0
     said = capsys.readouterr().out
     assert "Passkey: share of answers decoded right" in said
     assert "Needles" not in said  # only what is taught is asked
-    table = json.loads((small / "results/tables/passkey.json").read_text())
+    table = json.loads((small / "results/tables-6144/passkey.json").read_text())
     found = {row["label"]: row for row in table["rows"] if row["main"]}
     assert list(found["softmax"]["rate"]) == ["1", "1.5"]
     assert found["softmax"]["rate"]["1"]["of"] >= 20
     assert found["softmax"]["paper"]["1.5"] == 0.0
     assert found["softmax"]["arms"] == found["softmax, window"]["arms"]
-    assert (small / "results/tables/passkey.png").stat().st_size > 10_000
+    assert (small / "results/tables-6144/passkey.png").stat().st_size > 10_000
 
 
 def test_downstream_from_local_files(small, tmp_path, monkeypatch):

@@ -109,6 +109,12 @@ class Scale:
         base = self.base.replace(steps=steps, warmup=min(self.base.warmup, steps // 4))
         return dataclasses.replace(self, base=base, mixture={k: v for k, v in self.mixture.items() if k != "steps"})
 
+    @property
+    def tables(self) -> Path:
+        """Folder of the experiments' tables; another budget than the scale's own has one of its own."""
+        usual = self.base.steps == SCALES[self.name].base.steps
+        return self.results / ("tables" if usual else f"tables-{self.base.steps * self.base.batch_tokens}")
+
     def recipe(self, row: Row, seed: int) -> Recipe:
         p = None if row.p == spec(row.attention).p else row.p  # lssar with p = 15 is lssar
         mixture = self.mixture if row.mixture else {}

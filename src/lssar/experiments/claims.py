@@ -199,6 +199,8 @@ def ahead_of_controls(t: Tables) -> Finding:
 
 def found_more(t: Tables, labels: tuple[str, ...], multiples: tuple[str, ...]) -> Finding:
     """Comparisons in which LSSAR's interval lies wholly above the other's."""
+    if max(t.rate(label, "1")["rate"] for label in ("LSSAR", *labels)) < 0.1:
+        raise Missing("a model that finds one passkey in ten at its training length")
     good, parts = 0, []
     for label in ("LSSAR", *labels):
         rates = [t.rate(label, m) for m in multiples]
@@ -255,7 +257,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "f2", "LSSAR is ahead of cosine softmax and of windowed softmax at equal tokens, in retrieval",
         "not in the paper", "at 4x and 16x its interval for the passkey lies above each of theirs; in part: in some of "
-        "the four", ("passkey",), lambda t: found_more(t, ("cosine softmax", "softmax, window"), ("4", "16")),
+        "the four; not tested while none of the three finds one in ten at 1x", ("passkey",),
+        lambda t: found_more(t, ("cosine softmax", "softmax, window"), ("4", "16")),
     ),
     Claim(
         "g", "At its training length LSSAR is as good as softmax", "paper, Table 4",

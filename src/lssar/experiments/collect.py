@@ -264,7 +264,7 @@ def write(experiment: Experiment, scale: Scale, picture: bool = True) -> tuple[d
     table = collect(experiment, scale, load(scale))
     if not table["rows"]:
         return table, []
-    folder = scale.results / "tables"
+    folder = scale.tables
     text = f"# {table['title']}\n\n" + "\n".join(f"{caption}:\n\n{body}" for caption, body in sections(table))
     files = [write_json(folder / f"{experiment.name}.json", table, overwrite=True)]
     files.append(write_file(folder / f"{experiment.name}.md", lambda p: p.write_text(text), overwrite=True))

@@ -72,7 +72,7 @@ def _seeds(row: dict[str, Any]) -> int:
 
 
 def _picture(scale: Scale, name: str, folder: Path) -> str | None:
-    return os.path.relpath(scale.results / "tables" / f"{name}.png", folder)
+    return os.path.relpath(scale.tables / f"{name}.png", folder)
 
 
 def write(scale: Scale, path: Path, pictures: bool = True) -> list[Path]:
@@ -82,7 +82,7 @@ def write(scale: Scale, path: Path, pictures: bool = True) -> list[Path]:
         files += collect.write(experiment, scale, pictures)[1]
     tables = tables_of(scale)
     claims = decide(tables, scale.name)
-    files.append(write_json(scale.results / "tables" / "claims.json", claims, overwrite=True))
+    files.append(write_json(scale.tables / "claims.json", claims, overwrite=True))
     text = page(scale, tables, claims, path.parent)
     files.append(write_file(path, lambda p: p.write_text(text), overwrite=True))
     return files
@@ -92,7 +92,7 @@ def stale(scale: Scale, path: Path) -> list[str]:
     """Files that are not what the arms' JSON gives."""
     tables = tables_of(scale)
     claims = decide(tables, scale.name)
-    folder = scale.results / "tables"
+    folder = scale.tables
     wanted: dict[Path, Any] = {folder / f"{name}.json": table for name, table in tables.items() if table["rows"]}
     wanted[folder / "claims.json"] = claims
     found = [str(p) for p, value in wanted.items() if not p.exists() or json.loads(p.read_text()) != value]

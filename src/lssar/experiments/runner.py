@@ -44,6 +44,10 @@ class Stopped(Exception):
     """Out of time, or asked to stop; what is done is kept."""
 
 
+class ReadingFailed(Exception):
+    """A required one; what went wrong has been said."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Queue:
     """What the workers need to know; plain, so that it can be sent to another process."""
@@ -154,12 +158,16 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
         with _claim(queue.run(arm)) as mine:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
                 continue
-            say(f"arm {number} of {len(queue.arms)}: {arm.key}")
+            again = " (its figures are there, but not all that is asked for now)" if queue.result(arm).exists() else ""
+            say(f"arm {number} of {len(queue.arms)}: {arm.key}{again}")
             try:
-                run_arm(queue, arm, watch)
+                run_arm(queue, arm, watch, say)
             except Stopped as reason:
                 say(f"stopped: {reason}; the same command goes on")
                 return failed
+            except ReadingFailed as reason:
+                say(f"{reason}; the others go on")
+                failed.append(arm.key)
             except Exception:
                 say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
                 failed.append(arm.key)
@@ -180,8 +188,12 @@ def _claim(run: Path) -> Iterator[bool]:
         yield True
 
 
-def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
-    """Train what is left to train, read what is left to read, record."""
+def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) -> dict[str, Any]:
+    """Train what is left to train, read what is left to read, record.
+
+    A reading that fails costs neither the training nor the other readings: they are recorded, and if it is a required
+    one the arm stays unfinished.
+    """
     run = queue.run(arm)
     _train(queue, arm, run, watch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -197,7 +209,11 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
             if (left := queue.time_left()) is not None and left <= 0:
                 raise Stopped("out of time while reading")
             began = time.monotonic()
-            figures = reading.read(model, held_out)
+            try:
+                figures = reading.read(model, held_out)
+            except Exception:
+                say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
+                continue
             write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))
         readings[reading.key] = json.loads(part.read_text())
     started = json.loads((run / "config.json").read_text())["environment"]
@@ -219,6 +235,8 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly) -> dict[str, Any]:
         "environment": started,
     }
     write_json(queue.result(arm), plain(result), overwrite=True)
+    if lost := set(queue.required[arm.key]) - set(readings):
+        raise ReadingFailed(f"{arm.key} is trained, but not read: {', '.join(sorted(lost))}")
     for checkpoint in (run / "checkpoints").glob("step-*"):  # further readings need the weights alone
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
     return result
