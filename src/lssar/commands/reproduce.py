@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Iterator
@@ -93,8 +94,11 @@ class Reproduce:
                 measured(scale.results, experiment.name, command, experiment.measure)
         failed = work_through(queue, self.workers, watch, say)
         files: list[Path] = []
+        pictures = importlib.util.find_spec("matplotlib") is not None
+        if not pictures:
+            say("no pictures, they need matplotlib (pip install 'lssar[plots]'): `lssar reproduce report` draws them")
         for experiment in wanted:
-            table, written = collect.write(experiment, scale)
+            table, written = collect.write(experiment, scale, pictures)
             files += written
             for caption, body in collect.sections(table):
                 say(f"\n## {table['title']}\n\n{caption}:\n\n{body}")
