@@ -102,7 +102,8 @@ class Reproduce:
             files += written
             for caption, body in collect.sections(table):
                 say(f"\n## {table['title']}\n\n{caption}:\n\n{body}")
-        say_where(files)
+        if files:
+            say_where(files)
         left = [arm.key for arm in arms if not queue.finished(arm)]
         if failed:
             say(f"failed: {', '.join(failed)}")
