@@ -285,7 +285,7 @@ def _curves(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
     """Loss by length, last tokens by context, and the paper's curves where it has them."""
     plt = _pyplot()
     paper = any(len(row.get("paper", {})) > 1 for row in rows)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=paper)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
     for index, row in enumerate(rows):
         style = _style(rows, index)
         panels = [(axes[0], row["loss"])]
