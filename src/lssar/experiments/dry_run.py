@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lssar.experiments.arms import Arm, Scale
 from lssar.model import GPT
 from lssar.training.recipes import Recipe, recipe
+from lssar.training.sources import STDLIB
 
 STATE_BYTES = 16
 """Of each parameter, float32: the weight, its gradient, two moments of AdamW."""
@@ -76,7 +77,8 @@ def train_command(arm: Arm, scale: Scale) -> str:
     base = recipe(scale.recipe_name).to_dict()
     changes = {k: v for k, v in arm.recipe.to_dict().items() if v != base[k] and k != "data"}
     flags = [word for k, v in changes.items() for word in _flag(k, v)]
-    words = ["train", scale.recipe_name, "--data", f"data/{arm.data}", *flags, "--out", str(scale.runs / arm.key)]
+    data = arm.data if arm.data == STDLIB else f"data/{arm.data}"
+    words = ["train", scale.recipe_name, "--data", data, *flags, "--out", str(scale.runs / arm.key)]
     launcher = ["lssar"]
     if scale.processes > 1:
         launcher = ["torchrun", "--nproc-per-node", str(scale.processes), "-m", "lssar.cli"]
