@@ -4,15 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-train test test-slow lint bench clean
-
-# Seconds: attention rows on synthetic keys as the context grows 64 times.
-demo: $(READY)
-	$(BIN)/lssar rows
+.PHONY: demo demo-rows test test-slow lint bench clean
 
 # Minutes: three small models trained at length 128 and read at up to 16 times that.
-demo-train: $(READY)
+demo: $(READY)
 	$(BIN)/lssar demo
+
+# Seconds: attention rows on synthetic keys as the context grows 64 times.
+demo-rows: $(READY)
+	$(BIN)/lssar rows
 
 test: $(READY) lint
 	LSSAR_REQUIRE_NATIVE=1 $(BIN)/python -m pytest -n auto
