@@ -50,21 +50,24 @@ def table(path: Path, words: list[str]) -> str:
 
 
 def length_table(result: dict) -> str:
-    """Held-out loss by length of each run, and how fast it trained."""
-    lengths = [point["length"] for point in result["curves"][0]["by_length"]]
-    base = result["curves"][0]["train_length"]
-    lines = [
-        "| | tokens | tokens/s | " + " | ".join(f"{length // base}x" for length in lengths) + " |",
-        "|---|---|---|" + "---|" * len(lengths),
-    ]
+    """Held-out loss by length of each run, and how fast it trained where that is known."""
+    first = result["curves"][0]
+    lengths = [point["length"] for point in first["by_length"]]
+    speeds = all("training" in curve for curve in result["curves"])
+    heads = ["", *(["tokens", "tokens/s"] if speeds else []), *(f"{n // first['train_length']}x" for n in lengths)]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for curve in result["curves"]:
-        training = curve["training"]
-        losses = " | ".join(f"{point['loss']:.3f}" for point in curve["by_length"])
-        lines.append(f"| {curve['label']} | {training['tokens']:,} | {training['tokens_per_s']:,.0f} | {losses} |")
-    machine, recipe = result["environment"], result["curves"][0]["recipe"]
+        cells = [curve["label"]]
+        if speeds:
+            cells += [f"{curve['training']['tokens']:,}", f"{curve['training']['tokens_per_s']:,.0f}"]
+        cells += [f"{point['loss']:.3f}" for point in curve["by_length"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    machine, recipe = result["environment"], first["recipe"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     lines.append(
-        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {base}, seed {recipe['seed']}; {machine['gpu']}, "
-        f"torch {machine['torch']}, {machine['date'][:10]}. Command: `{result['command']}`. {result.get('note', '')}"
+        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}; "
+        f"{where}, torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}. "
+        f"Command: `{result['command']}`. {result.get('note', '')}".rstrip()
     )
     return "\n".join(lines) + "\n"
 
