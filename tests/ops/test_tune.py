@@ -51,3 +51,27 @@ def test_candidates_fit_the_warps():
     for kernel, d in (("forward", 64), ("query_gradient", 128), ("key_gradient_hopper", 128)):
         every = list(tune.candidates(kernel, tiles.HOPPER[(kernel, d, 2)]))
         assert len(every) == len(set(every)) > 2
+
+
+def test_a_card_with_less_shared_memory_gets_smaller_tiles(tiles, monkeypatch):
+    """The launch goes down until one fits, remembers it, and gives up with the driver's own words if none does."""
+    from triton.runtime.errors import OutOfResources
+
+    monkeypatch.setattr(tiles, "tile_for", lambda *key: tiles.CHOSEN.get(key[:1], tiles.Tile(128, 128, 8, 4, n1=128)))
+    tried = []
+
+    def run(room):
+        def launch(tile, constants):
+            tried.append(tile)
+            if tile.m * tile.n * tile.stages > room:
+                raise OutOfResources(tile.m * tile.n * tile.stages, room, "shared memory")
+
+        return launch
+
+    tiles.launch("forward", 64, 2, False, run(64 * 32 * 2))
+    assert tried[-1].m * tried[-1].n * tried[-1].stages <= 64 * 32 * 2 and len(tried) > 1
+    assert tiles.CHOSEN[("forward", 64, 2)] == tried[-1]
+    sizes = [max(t.m, t.n) * t.stages for t in tried]
+    assert sizes == sorted(sizes, reverse=True)
+    with pytest.raises(OutOfResources):
+        tiles.launch("forward", 64, 2, False, run(1))
