@@ -25,6 +25,8 @@ class Demo:
     length: int = 128
     multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     size: str = "0.8m"
+    heads: int | None = None
+    """Another number of heads; small ones make the loss of cosine mechanisms rise with length."""
     text: Path | None = None
     """A text file or folder of your own in place of Python's standard library."""
     pieces: int = 24
@@ -50,9 +52,10 @@ class Demo:
         for name in self.attention:
             settings = recipe(
                 "tiny-cpu", attention=name, size=self.size, steps=self.steps, length=self.length,
-                micro_batch=max(1, 2048 // self.length), seed=self.seed, **data,
+                micro_batch=max(1, 2048 // self.length), seed=self.seed, heads=self.heads, **data,
             )  # fmt: skip
-            folder = self.out / "runs" / f"{name}-{self.size}-{self.length}-{self.steps}-seed{self.seed}"
+            heads = "" if self.heads is None else f"-heads{self.heads}"
+            folder = self.out / "runs" / f"{name}-{self.size}{heads}-{self.length}-{self.steps}-seed{self.seed}"
             with TrainingLine(self.steps, name) as line:
                 if train(settings, folder, report=line.report)["step"] < self.steps:
                     raise KeyboardInterrupt  # what is trained is kept; the same command goes on

@@ -30,6 +30,8 @@ class Recipe:
     position: Literal["rope", "alibi", "none"] = "rope"
     rope_base: float = 10_000.0
     window: int | None = None
+    heads: int | None = None
+    """Another number of heads than the size has; the width stays."""
     key_heads: int | None = None
     projection: Literal["plain", "tpa"] = "plain"
     # data
@@ -101,8 +103,9 @@ class Recipe:
         changes: dict[str, Any] = {"train_length": self.length}
         if self.p is not None:
             changes["p"] = self.p
+        heads = {} if self.heads is None else {"heads": self.heads}
         return model_config(
-            self.size, attention=spec(self.attention, **changes), position=self.position, rope_base=self.rope_base,
+            self.size, **heads, attention=spec(self.attention, **changes), position=self.position, rope_base=self.rope_base,
             window=self.window, key_heads=self.key_heads, projection=self.projection, vocab_size=self.vocab_size,
             train_length=self.length, checkpoint_layers=self.checkpoint_layers,
         )  # fmt: skip
