@@ -105,8 +105,8 @@ class Recipe:
             changes["p"] = self.p
         heads = {} if self.heads is None else {"heads": self.heads}
         return model_config(
-            self.size, **heads, attention=spec(self.attention, **changes), position=self.position, rope_base=self.rope_base,
-            window=self.window, key_heads=self.key_heads, projection=self.projection, vocab_size=self.vocab_size,
+            self.size, **heads, attention=spec(self.attention, **changes), position=self.position,
+            rope_base=self.rope_base, window=self.window, key_heads=self.key_heads, projection=self.projection, vocab_size=self.vocab_size,
             train_length=self.length, checkpoint_layers=self.checkpoint_layers,
         )  # fmt: skip
 
