@@ -106,8 +106,8 @@ class Recipe:
         heads = {} if self.heads is None else {"heads": self.heads}
         return model_config(
             self.size, **heads, attention=spec(self.attention, **changes), position=self.position,
-            rope_base=self.rope_base, window=self.window, key_heads=self.key_heads, projection=self.projection, vocab_size=self.vocab_size,
-            train_length=self.length, checkpoint_layers=self.checkpoint_layers,
+            rope_base=self.rope_base, window=self.window, key_heads=self.key_heads, projection=self.projection,
+            vocab_size=self.vocab_size, train_length=self.length, checkpoint_layers=self.checkpoint_layers,
         )  # fmt: skip
 
     def micro_steps(self, world: int) -> int:
