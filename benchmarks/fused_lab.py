@@ -211,13 +211,10 @@ def ratios(shapes=SHAPES, chosen=None):
         )
 
 
-def decode_inputs(batch, heads, kv_heads, length, d, topic=1.25, rows=1):
-    """A cache whose keys lie in topics of 64 neighbours: at 1.25, 6% of keys matter, in a third of 16-key blocks."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    make = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
-    k = make(batch, kv_heads, length, d)
-    k += topic * make(batch, kv_heads, length // 64, 1, d).expand(-1, -1, -1, 64, -1).reshape(k.shape)
-    return make(batch, heads, rows, d).bfloat16(), k.bfloat16(), make(batch, kv_heads, length, d).bfloat16()
+def decode_inputs(batch, heads, kv_heads, length, d):
+    from lssar.benchmark import Case
+
+    return Case(batch, heads, kv_heads, length, d, "bfloat16", "cuda", decode=True).inputs()[:3]
 
 
 def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 16, 64)), lengths=(32768, 131072)):

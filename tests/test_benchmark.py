@@ -1,10 +1,12 @@
 """A benchmark that cannot tell right from wrong is worth nothing: wrong contestants must get no figures."""
 
+import dataclasses
+
 import pytest
 import torch
 
 import lssar
-from lssar.benchmark import contestants, measure
+from lssar.benchmark import contestants, measure, run_benchmark
 from lssar.benchmark.contestants import Case
 
 CASE = Case(batch=1, heads=2, key_heads=1, length=70, head_size=8, dtype="float32", device="cpu")
@@ -61,18 +63,10 @@ def _dies(*arguments):
 
 
 def test_decoding_is_one_row_against_a_cache():
-    import dataclasses
-
     case = dataclasses.replace(CASE, decode=True)
     q, k, _, _ = case.inputs()
     assert q.shape[2] == 1 and k.shape[2] == case.length
     for name in ("tiled:lssar", "sdpa:softmax", "eager:lssar"):
         assert measure.measure(name, case, ("forward",), 0.01)["forward_ms"] > 0
     with pytest.raises(ValueError, match="no backward"):
-        contestants_run(["tiled:lssar"], [case], ("both",))
-
-
-def contestants_run(*arguments):
-    from lssar.benchmark import run_benchmark
-
-    return run_benchmark(*arguments)
+        run_benchmark(["tiled:lssar"], [case], ("both",))

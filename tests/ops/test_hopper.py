@@ -23,8 +23,7 @@ from lssar.ops.fused import hopper
 kernel, D = getattr(hopper, sys.argv[1]), int(sys.argv[2])
 constants = dict(
     P=15, REWEIGHT=sys.argv[3] == "lssar", LOG_D=math.log(D), D=D, BLOCK_D=D, CAUSAL=True, WINDOWED=True, PACKED=True,
-    HAS_LENGTHS=True, LOG_DEGREE=4, DOT="tf32", EXACT_QUERIES=True, TMA=True, BLOCK_M=64, BLOCK_N=64, BLOCK_N1=64,
-    STAGES=2, STAGES1=3,
+    HAS_LENGTHS=True, LOG_DEGREE=4, DOT="tf32", EXACT_QUERIES=True, TMA=True, BLOCK_M=64, BLOCK_N=64, STAGES=2,
 )
 half = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in sys.argv[1] else "*fp16"}
 real = {name: "*fp32" for name in ("v_max_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr")}
@@ -50,8 +49,6 @@ print("shared", made.metadata.shared, "wgmma", made.asm["ptx"].count("wgmma.mma_
         pytest.param("key_gradient_kernel", 128, "lssa", marks=pytest.mark.slow),
         pytest.param("query_gradient_kernel", 64, "lssa", marks=pytest.mark.slow),
         pytest.param("query_gradient_kernel", 128, "lssar", marks=pytest.mark.slow),
-        pytest.param("forward_kernel", 64, "lssa", marks=pytest.mark.slow),
-        pytest.param("forward_kernel", 128, "lssar", marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_hopper(kernel, D, mechanism, tmp_path):

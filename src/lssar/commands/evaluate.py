@@ -49,10 +49,9 @@ class Length:
 
     def run(self) -> None:
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
-        from lssar.experiments.runner import summarise
         from lssar.plots import plot_length
         from lssar.training.loop import load_run
-        from lssar.training.metrics import read_metrics
+        from lssar.training.metrics import read_metrics, summarise
 
         check_outputs(self.out, (".json", ".png", ".svg"), self.overwrite)
         curves: list[dict[str, Any]] = []

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from lssar.experiments.readings import HeldOut
 from lssar.records import environment, write_json
 from lssar.training.checkpoints import latest
 from lssar.training.loop import load_run, train
-from lssar.training.metrics import flops_per_token, read_metrics
+from lssar.training.metrics import flops_per_token, read_metrics, summarise
 from lssar.training.sources import STDLIB, write_stdlib
 
 Say = Callable[[str], None]
@@ -263,32 +262,6 @@ def identity(folder: Path, name: str) -> dict[str, Any]:
     """Which tokens, wherever they lie."""
     streams = {split: TokenStream(sorted(folder.glob(f"*{split}*.bin"))).identity() for split in ("train", "val")}
     return {"name": name, **streams}
-
-
-def summarise(rows: list[dict[str, Any]], points: int = 64) -> dict[str, Any]:
-    """What training said of itself: last losses, gradient norms, what stood out, speed, and a thinned curve."""
-    after = rows[len(rows) // 10 :]  # the first tenth, warm-up for the most part, has norms of its own
-    norms = sorted(row["grad_norm"] for row in after if math.isfinite(row["grad_norm"]))
-    speeds = [row["tokens_per_s"] for row in rows]
-    curve = []
-    for i in range(points):
-        part = rows[i * len(rows) // points : (i + 1) * len(rows) // points]
-        if part:
-            loss = statistics.fmean(row["loss"] for row in part)
-            curve.append({"step": part[-1]["step"], "loss": loss, "grad_norm": max(row["grad_norm"] for row in part)})
-    return {
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
-        "val_loss": rows[-1].get("val_loss"),
-        "train_loss": statistics.fmean(row["loss"] for row in rows[-min(50, len(rows)) :]),
-        "grad_norm_median": statistics.median(norms) if norms else None,
-        "grad_norm_99": norms[int(0.99 * (len(norms) - 1))] if norms else None,
-        "grad_norm_max": norms[-1] if norms else None,
-        "spikes": sum(row["spike"] for row in rows),
-        "not_finite": sum(not row["finite"] for row in rows),
-        "tokens_per_s": statistics.median(speeds),
-        "curve": curve,
-    }
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,32 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
+
+
+def summarise(rows: list[dict[str, Any]], points: int = 64) -> dict[str, Any]:
+    """What training said of itself: last losses, gradient norms, what stood out, speed, and a thinned curve."""
+    after = rows[len(rows) // 10 :]  # the first tenth, warm-up for the most part, has norms of its own
+    norms = sorted(row["grad_norm"] for row in after if math.isfinite(row["grad_norm"]))
+    speeds = [row["tokens_per_s"] for row in rows]
+    curve = []
+    for i in range(points):
+        part = rows[i * len(rows) // points : (i + 1) * len(rows) // points]
+        if part:
+            loss = statistics.fmean(row["loss"] for row in part)
+            curve.append({"step": part[-1]["step"], "loss": loss, "grad_norm": max(row["grad_norm"] for row in part)})
+    return {
+        "steps": rows[-1]["step"],
+        "tokens": rows[-1]["tokens"],
+        "val_loss": rows[-1].get("val_loss"),
+        "train_loss": statistics.fmean(row["loss"] for row in rows[-min(50, len(rows)) :]),
+        "grad_norm_median": statistics.median(norms) if norms else None,
+        "grad_norm_99": norms[int(0.99 * (len(norms) - 1))] if norms else None,
+        "grad_norm_max": norms[-1] if norms else None,
+        "spikes": sum(row["spike"] for row in rows),
+        "not_finite": sum(not row["finite"] for row in rows),
+        "tokens_per_s": statistics.median(speeds),
+        "curve": curve,
+    }
 
 
 def _tensorboard(run: Path) -> Any:

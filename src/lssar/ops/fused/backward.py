@@ -32,6 +32,9 @@ from lssar.ops.fused.primitives import (
     visible_rows,
 )
 
+ROW_PLANES = 8
+"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper.py."""
+
 
 @triton.jit
 def _query_sums(

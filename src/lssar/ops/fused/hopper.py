@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Gluon: tuples that grow in a loop are unrolled, not Python's)
-"""Kernels for Hopper in Gluon: the arithmetic of backward.py and forward.py with the products issued by hand.
+"""Kernels for Hopper in Gluon: the arithmetic of backward.py with the products issued by hand.
 
 Triton waits for a product right after asking for it, so tensor cores and arithmetic take turns. Here each product is
 asked for early and waited for late. A step has four: two give scores and dO.v, two add to the gradients, and the
@@ -21,17 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lssar.ops.fused import backward
 from lssar.ops.fused.backward import reciprocal, store_row_values
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
-    ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
-    lane_compound,
-    lane_max,
     lane_sum,
-    log2_1p,
     power,
     saturate,
     score_scale,
@@ -40,7 +37,6 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward,
     visible_keys,
     visible_rows,
-    weight_line,
 )
 
 # Gluon is young: names as Triton 3.6 has them, and as later ones do
@@ -48,8 +44,7 @@ tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-ROW_PLANES = gl.constexpr(8)
-"""Rows of numbers that the dq kernel leaves for the dk, dv kernel; six are used."""
+ROW_PLANES = gl.constexpr(backward.ROW_PLANES)
 
 
 @gluon.jit
@@ -479,212 +474,3 @@ def query_gradient_kernel(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
         P, EXACT_QUERIES,
     )  # fmt: skip
-
-
-@gluon.jit
-def _fetch_one(tiles, ring, barriers, start, stage, pred):
-    barrier = barriers.index(stage)
-    mbarrier.expect(barrier, tiles.block_type.nbytes, pred=pred)
-    tile_load(tiles, [start, 0], barrier, ring.index(stage), pred=pred)
-
-
-@gluon.jit
-def _fetch_key_tile(tiles, ring, barriers, key_lo, index, steps, PASSES: gl.constexpr):
-    """Ask for tile number index of those that the passes over the keys read, one pass after the other."""
-    tile = gl.where(index < steps, index, index - steps)
-    start = key_lo + tile * tiles.block_shape[0]
-    _fetch_one(tiles, ring, barriers, start, index % ring.shape[0], index < PASSES * steps)
-
-
-@gluon.jit
-def _add_row_statistics(
-    x, total, lost, largest, row_start, row_stop, start, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr
-):
-    """Pass 1, one tile of scores x [M, N]: its sums of 2a to total, with what rounding lost, and largest x: [M, 4]."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1] // 4
-    xs = _quarters(x)
-    layout: gl.constexpr = xs[0].type.layout
-    excess = total * 0.0  # prod(1 + t) - 1: a sum of logarithms is the logarithm of a product
-    linear = total * 0.0
-    for i in gl.static_range(4):
-        x = xs[i]
-        if MASKED:
-            keys = (start + i * N + gl.arange(0, N, gl.SliceLayout(0, layout)))[None, :]
-            x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
-        part = lane_compound(ex2_neg_abs(x), M, N)
-        excess = excess + part + excess * part
-        linear += lane_sum(x + gl.abs(x), M, N)
-        largest = gl.maximum(largest, lane_max(x, M, N))
-    part = 2.0 * log2_1p(excess, False) + linear - lost
-    new_total = total + part
-    return new_total, (new_total - total) - part, largest
-
-
-@gluon.jit
-def _weights(
-    x, z, slope, intercept, row_start, row_stop, start, element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """Pass 2, one tile of scores x [M, N]: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1] // 4
-    xs = _quarters(x)
-    quarter_layout: gl.constexpr = xs[0].type.layout
-    weights = ()
-    for i in gl.static_range(4):
-        weight = softplus2(xs[i], LOG_DEGREE)
-        if REWEIGHT:
-            weight = gl.maximum(weight * slope + intercept, 0.0)
-            if element == gl.float16:  # rounding may leave a weight above 1, and fp16 has no room for its power
-                weight = gl.minimum(weight, 1.0)
-            weight = power(weight, P)
-        if MASKED:
-            keys = (start + i * N + gl.arange(0, N, gl.SliceLayout(0, quarter_layout)))[None, :]
-            weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
-        z += lane_sum(weight, M, N)
-        weights = weights + (weight.to(element),)
-    return _from_quarters(weights[0], weights[1], weights[2], weights[3], layout), z
-
-
-@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
-    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As forward.forward_kernel for half types; K has STAGES1 stages of BLOCK_N keys, V has STAGES.
-
-    Compiled in the tests, not run on a GPU yet: LSSAR_GLUON=all turns it on.
-    """
-    blocks = gl.cdiv(Lq, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
-    b = head // Hq
-    b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
-    h_kv = h // (Hq // Hkv)
-    q_ptr += head.to(gl.int64) * Lq * D
-    k_ptr += (b64 * Hkv + h_kv) * Lk * D
-    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
-
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
-    element: gl.constexpr = v_ptr.dtype.element_ty
-
-    q_ring = _ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
-    k_ring = _ring(k_ptr.dtype.element_ty, STAGES1, BLOCK_N, D)
-    v_ring = _ring(element, STAGES, BLOCK_N, D)
-    q_ready, k_ready, v_ready = _barriers(1), _barriers(STAGES1), _barriers(STAGES)
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    _fetch_one(_descriptor(q_ptr, Lq, D, BLOCK_M, D), q_ring, q_ready, first_row, 0, True)
-    k_tiles = _descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
-    row_start, row_stop = visible_keys(
-        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )  # [M]
-    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
-    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
-    steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
-    passes: gl.constexpr = 2 if REWEIGHT else 1
-    for index in gl.static_range(STAGES1):
-        _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, index, steps, passes)
-    for index in gl.static_range(STAGES - 1):
-        _fetch_one(v_tiles, v_ring, v_ready, key_lo + index * BLOCK_N, index, index < steps)
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    quarter = _quarters(nothing)[0]
-    lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)  # zeros [M, 4]
-    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
-    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    n = (row_stop - row_start).to(gl.float32)
-    q = q_ring.index(0)
-    mbarrier.wait(q_ready.index(0), 0)
-
-    # Scores are asked for one tile ahead: x is of the tile at hand, the next is under way while its arithmetic runs.
-    mbarrier.wait(k_ready.index(0), 0, pred=steps > 0)
-    first = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-    x = warpgroup_mma_wait(0, (first,))
-    program_barrier()
-    _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, STAGES1, steps, passes)
-    at = 0  # number of the tile of x, of those that the passes read one after the other
-    if REWEIGHT:
-        total, lost, largest = lanes, lanes, lanes + HIDDEN
-        for step in range(steps):
-            start = key_lo + step * BLOCK_N
-            mbarrier.wait(k_ready.index((step + 1) % STAGES1), (step + 1) // STAGES1 & 1)
-            ahead = warpgroup_mma(
-                q, k_ring.index((step + 1) % STAGES1).permute((1, 0)), nothing, use_acc=False, is_async=True
-            )
-            if (start < full_lo) | (start + BLOCK_N > full_hi):
-                total, lost, largest = _add_row_statistics(
-                    x, total, lost, largest, tile_start, tile_stop, start, LOG_DEGREE, True
-                )
-            else:
-                total, lost, largest = _add_row_statistics(
-                    x, total, lost, largest, tile_start, tile_stop, start, LOG_DEGREE, False
-                )
-            x = warpgroup_mma_wait(0, (ahead,))
-            program_barrier()  # every warp is done with that stage
-            _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, step + 1 + STAGES1, steps, passes)
-        at = steps
-        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
-        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
-        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    else:
-        slope = gl.where(n > 0, 1.0, 0.0)
-        intercept = slope * 0.0
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-
-    z = lanes
-    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    for step in range(steps):
-        start = key_lo + step * BLOCK_N
-        following = at + step + 1  # after the last tile its scores are nobody's: any stage will do, unwaited
-        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=step + 1 < steps)
-        ahead = warpgroup_mma(
-            q, k_ring.index(following % STAGES1).permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
-        if (start < full_lo) | (start + BLOCK_N > full_hi):
-            weight, z = _weights(
-                x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, element, factor_layout,
-                P, REWEIGHT, LOG_DEGREE, True,
-            )  # fmt: skip
-        else:
-            weight, z = _weights(
-                x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, element, factor_layout,
-                P, REWEIGHT, LOG_DEGREE, False,
-            )  # fmt: skip
-        o, x = warpgroup_mma_wait(0, (o, ahead))
-        program_barrier()  # every warp is done with that tile of K and with the tile of V before
-        _fetch_key_tile(k_tiles, k_ring, k_ready, key_lo, following + STAGES1, steps, passes)
-        next_v = step + STAGES - 1
-        _fetch_one(v_tiles, v_ring, v_ready, key_lo + next_v * BLOCK_N, next_v % STAGES, next_v < steps)
-        mbarrier.wait(v_ready.index(step % STAGES), step // STAGES & 1)
-        o = warpgroup_mma(weight, v_ring.index(step % STAGES), o, is_async=True)
-    o = warpgroup_mma_wait(0, (o,))
-
-    z_row = gl.sum(z, 1)
-    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
-    o = saturate(o * to_mean[:, None], o_ptr.dtype.element_ty)
-    offsets = first_row + gl.arange(0, BLOCK_M, row_layout)
-    columns = gl.arange(0, D, gl.SliceLayout(0, load_layout))
-    gl.store(
-        o_ptr + offsets.to(gl.int64)[:, None] * o_stride_l + columns[None, :], gl.convert_layout(o, load_layout),
-        mask=(offsets < Lq)[:, None],
-    )  # fmt: skip
-    at_row = head.to(gl.int64) * row_stride + rows
-    gl.store(slope_ptr + at_row, slope, mask=rows < Lq)
-    gl.store(intercept_ptr + at_row, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at_row, gl.convert_layout(z_row, row_layout), mask=rows < Lq)

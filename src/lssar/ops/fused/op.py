@@ -18,8 +18,6 @@ from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
 
 NORMALIZE_BLOCK = 32
-ROW_PLANES = 8
-"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper.py."""
 LOG_DEGREES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors have no use for bf16's exponent: fp16 copies round the scores eight times more finely."""
@@ -83,12 +81,11 @@ class _Call:
 
 
 @functools.cache
-def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """hopper.py where its kernels apply: its backward, unless LSSAR_GLUON=0; its forward with LSSAR_GLUON=all alone."""
+def hopper_kernels(d: int) -> ModuleType | None:
+    """hopper.py where its kernels apply; LSSAR_GLUON=0 turns them off."""
     if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    wanted = {"0": (), "all": ("forward", "backward")}.get(os.environ.get("LSSAR_GLUON", ""), ("backward",))
-    if torch.cuda.get_device_capability()[0] != 9 or part not in wanted:
+    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON") == "0":
         return None
     try:
         from lssar.ops.fused import hopper
@@ -117,17 +114,13 @@ def _forward(
         return o, rows
     unit_q, unit_k = call.normalize(q, k, v)
 
-    aligned = tma_aligned(unit_q, unit_k, v)
-    by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
-    kernel = by_hand.forward_kernel if by_hand else forward_kernel
-
     def run(tile, constants):
-        kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        forward_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
         )  # fmt: skip
 
-    launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
+    launch("forward", call.D, call.itemsize, tma_aligned(unit_k, v), run)
     return o, rows
 
 
@@ -143,7 +136,7 @@ def _backward(
         do = do.contiguous()
     v_max = q.new_zeros(1, dtype=torch.float32)
     unit_q, unit_k = call.normalize(q, k, v, v_max)
-    to_keys = call.per_row(ROW_PLANES, q)
+    to_keys = call.per_row(backward.ROW_PLANES, q)
     if call.Lq % 128:
         to_keys.zero_()  # rows past the last are read too
     exact_queries = call.score_dtype != q.dtype  # ds q needs the range of q's own dtype
@@ -151,7 +144,7 @@ def _backward(
     constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
 
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
-    by_hand = exact_queries and aligned and hopper_kernels(call.D, "backward")
+    by_hand = exact_queries and aligned and hopper_kernels(call.D)
     kernels = by_hand or backward
     suffix = "_hopper" if by_hand else ""
 

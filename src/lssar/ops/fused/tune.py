@@ -16,8 +16,6 @@ from lssar.ops.fused import op, tiles
 from lssar.ops.fused.tiles import Tile
 from lssar.records import write_json
 
-KERNELS = ("forward", "query_gradient", "key_gradient")
-
 
 def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
     """Tiles worth a try around the one in use: other sizes, warps, stages and register limits."""
