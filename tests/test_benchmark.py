@@ -70,3 +70,28 @@ def test_decoding_is_one_row_against_a_cache():
         assert measure.measure(name, case, ("forward",), 0.01)["forward_ms"] > 0
     with pytest.raises(ValueError, match="no backward"):
         run_benchmark(["tiled:lssar"], [case], ("both",))
+
+
+def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False, return_lse=False):
+    """What FlexAttention computes, by the book: it has no backward on a CPU."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    shape = (*q.shape[:3], k.shape[2])
+    b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
+    score = score_mod((q @ k.mT).float(), b, h, i, j)
+    score = score if block_mask is None else score.masked_fill(j > i, -torch.inf)
+    lse = score.logsumexp(-1)
+    o = (score - lse[..., None]).exp().to(v.dtype) @ v
+    return (o, lse) if return_lse else o
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mechanism", ["lssa", "lssar"])
+def test_the_flex_attention_peer_computes_the_mechanism(mechanism, dtype, causal):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    case = Case(1, 4, 2, 96, 32, dtype, "cpu", causal=causal)
+    for flex, gradients in ((flex_attention, False), (dense_flex, True)):
+        peer = contestants.with_flex_attention(flex, lssar.spec(mechanism), case)
+        errors = measure.check(peer, lssar.spec(mechanism), case, gradients)
+        assert max(errors.values()) < (1e-5 if dtype == "float32" else 0.01)

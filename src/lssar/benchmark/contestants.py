@@ -175,24 +175,30 @@ def _sdpa(backend: str | None) -> Callable[[AttentionSpec, Case], Attention]:
 
 
 def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
+    if case.device != "cuda":
+        raise Unavailable("needs a GPU")
+    if case.decode:
+        raise Unavailable("is not set up for decoding")
+    from torch.nn.attention.flex_attention import flex_attention
+
+    _keep_buffers()
+    return with_flex_attention(torch.compile(flex_attention, dynamic=False), mechanism, case)
+
+
+def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case: Case) -> Attention:
     """FlexAttention, as far as it goes.
 
     Its softmax makes exp(score): a score of log(a) gives weights a / sum a for any activation a. Re-weighting needs the
     row's mean first, so LSSAR takes two calls: the first one's log-sum-exp is log sum a.
     """
-    if case.device != "cuda":
-        raise Unavailable("needs a GPU")
-    if case.decode:
-        raise Unavailable("is not set up for decoding")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    _keep_buffers()
-    flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
     mask = None
     if case.causal:
         mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=case.device, _compile=True
-        )
+            lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=case.device,
+            _compile=case.device == "cuda",
+        )  # fmt: skip
     gqa = case.heads != case.key_heads
     if mechanism == spec("softmax"):
         return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
@@ -204,6 +210,11 @@ def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
     factor = score_factor(n, case.head_size, mechanism)
     power = mechanism.p
 
+    def prepared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Unit q and k; in float16 for bfloat16, whose digits cost it the comparison (ours does so too)."""
+        parts = unit(q.float()), unit(k.float()), v
+        return tuple(x.to(torch.float16 if case.dtype == "bfloat16" else case.torch_dtype) for x in parts)
+
     def softplus(score: Tensor, i: Tensor) -> Tensor:
         s = score * factor[i]
         return torch.relu(s) + torch.log1p(torch.exp(-s.abs()))
@@ -213,17 +224,20 @@ def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
 
     options: dict[str, Any] = {"block_mask": mask, "scale": 1.0, "enable_gqa": gqa}
     if power is None:
-        return lambda q, k, v: flex(unit(q), unit(k), v, score_mod=lssa_score, **options)
+        return lambda q, k, v: flex(*prepared(q, k, v), score_mod=lssa_score, **options).to(v.dtype)
 
     def lssar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        _, lse = flex(unit(q), unit(k), v, score_mod=lssa_score, return_lse=True, **options)
+        parts = prepared(q, k, v)
+        _, lse = flex(*parts, score_mod=lssa_score, return_lse=True, **options)
         tau = torch.where(n > 3, lse.exp() / n, 0)
 
         def score_mod(score, b, h, i, j):
             above = softplus(score, i) - tau[b, h, i]
-            return torch.where(above > 0, power * torch.log(above), -torch.inf)
+            matters = above > 0
+            # both sides of a `where` are differentiated: log(0) would give 0 * inf
+            return torch.where(matters, power * torch.log(torch.where(matters, above, 1.0)), -torch.inf)
 
-        return flex(unit(q), unit(k), v, score_mod=score_mod, **options)
+        return flex(*parts, score_mod=score_mod, **options).to(v.dtype)
 
     return lssar
 
