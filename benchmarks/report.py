@@ -1,7 +1,7 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length`.
+modes, `lengths` makes the table of `lssar eval length`; there the name may be of several files, joined by a comma.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
-def table(path: Path, words: list[str]) -> str:
+def table(paths: list[Path], words: list[str]) -> str:
     """Milliseconds and peak memory for each case and contestant, with the ratio to softmax SDPA in the same run."""
-    result = json.loads(path.read_text())
+    results = [json.loads(path.read_text()) for path in paths]
     if words == ["lengths"]:
-        return length_table(result)
+        return length_table(results)
+    (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
     lines = [
@@ -49,27 +50,33 @@ def table(path: Path, words: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def length_table(result: dict) -> str:
+def length_table(results: list[dict]) -> str:
     """Held-out loss by length of each run, and how fast it trained where that is known."""
-    first = result["curves"][0]
-    lengths = [point["length"] for point in first["by_length"]]
-    speeds = all("training" in curve for curve in result["curves"])
-    heads = ["", *(["tokens", "tokens/s"] if speeds else []), *(f"{n // first['train_length']}x" for n in lengths)]
+    curves = [curve for result in results for curve in result["curves"]]
+    lengths = [point["length"] for point in curves[0]["by_length"]]
+    speeds = all("training" in curve for curve in curves)
+    heads = ["", *(["tokens", "tokens/s"] if speeds else []), *(f"{n // curves[0]['train_length']}x" for n in lengths)]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for curve in result["curves"]:
+    for curve in curves:
+        if [point["length"] for point in curve["by_length"]] != lengths:
+            raise ValueError(f"{curve['label']} is read at other lengths than {curves[0]['label']}")
         cells = [curve["label"]]
         if speeds:
             cells += [f"{curve['training']['tokens']:,}", f"{curve['training']['tokens_per_s']:,.0f}"]
         cells += [f"{point['loss']:.3f}" for point in curve["by_length"]]
         lines.append("| " + " | ".join(cells) + " |")
-    machine, recipe = result["environment"], first["recipe"]
+    return "\n".join([*lines, *(_source(result) for result in results)]) + "\n"
+
+
+def _source(result: dict) -> str:
+    """Of a table by length: where its curves come from."""
+    machine, recipe = result["environment"], result["curves"][0]["recipe"]
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
-    lines.append(
+    return (
         f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}; "
         f"{where}, torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}. "
         f"Command: `{result['command']}`. {result.get('note', '')}".rstrip()
     )
-    return "\n".join(lines) + "\n"
 
 
 def _peer(row: dict, rows: list[dict]) -> dict | None:
@@ -92,7 +99,8 @@ def _obstacle(row: dict) -> str:
 
 def filled(page: Path) -> str:
     def block(match: re.Match[str]) -> str:
-        return match[1] + table(ROOT / "benchmarks" / match[2], match[3].split()) + match[4]
+        paths = [ROOT / "benchmarks" / name for name in match[2].split(",")]
+        return match[1] + table(paths, match[3].split()) + match[4]
 
     return BLOCK.sub(block, page.read_text())
 

@@ -41,6 +41,10 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
     main(["eval", "length", *runs, "--multiples", "1", "4", "--ntk", "off", "length", "--pieces", "2", "--out", out])
     assert len(json.loads((tmp_path / "length.json").read_text())["curves"]) == 4
     assert (tmp_path / "length.svg").exists()
+    both = [str(tmp_path / "demo.json"), str(tmp_path / "length.json")]
+    main(["plot", *both, "--out", str(tmp_path / "both")])
+    alone, together = ((tmp_path / name).read_text() for name in ("length.svg", "both.svg"))
+    assert together.count("PolyCollection") > alone.count("PolyCollection")  # a band a curve
     main(["diagnose", runs[0], "--multiples", "1", "2", "--rows", "2", "--out", str(tmp_path / "diagnose")])
     assert (tmp_path / "diagnose.png").stat().st_size > 10_000
     capsys.readouterr()
@@ -59,6 +63,7 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
         (["eval", "speed"], "wants one of: length"),
         (["eval", "length", "NEW"], "no run folder"),
         (["generate", "NEW"], "no run folder"),
+        (["plot"], "which JSON files"),
         (["demo", "--text", "NEW", "--out", "NEW"], "does not exist"),
     ],
     ids=str,

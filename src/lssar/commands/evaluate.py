@@ -88,20 +88,25 @@ def draw(plot: Callable[..., Path], result: dict[str, Any], out: Path, overwrite
 
 @dataclass
 class Plot:
-    """Draw the figure of a JSON of `lssar eval length` or `lssar demo` again, for instance one made elsewhere."""
+    """Draw JSON files of `lssar eval length` or `lssar demo` in one figure: some may be made elsewhere, or later."""
 
-    file: tyro.conf.Positional[Path]
+    files: tyro.conf.Positional[list[Path]]
     out: Path | None = None
-    """Path without suffix for the .png and .svg; beside the JSON, if not given."""
+    """Path without suffix for the .png and .svg; beside the first JSON, if not given."""
     overwrite: bool = False
 
     def run(self) -> None:
         from lssar.plots import plot_length
 
-        result = json.loads(self.file.read_text())
-        if "curves" not in result:
-            raise ValueError(f"{self.file} holds no curves of loss by length")
-        say_where(draw(plot_length, result, self.out or self.file, self.overwrite))
+        if not self.files:
+            raise ValueError("which JSON files? See `lssar plot --help`")
+        curves = []
+        for file in self.files:
+            result = json.loads(file.read_text())
+            if "curves" not in result:
+                raise ValueError(f"{file} holds no curves of loss by length")
+            curves += result["curves"]
+        say_where(draw(plot_length, {"curves": curves}, self.out or self.files[0], self.overwrite))
 
 
 def training_table(curves: list[dict[str, Any]]) -> Table:
