@@ -95,7 +95,7 @@ def _compile(job):
     q, k, v, do = inputs(d, 2, 256)
     try:
         o, rows = _forward(q, k, v, 15.0, True, None, None, None)
-        if kernel != "forward":
+        if not kernel.startswith("forward"):
             _backward(q, k, v, o, do, rows, 15.0, True, None, None, None)
         torch.cuda.synchronize()
     except Exception as problem:
@@ -167,7 +167,7 @@ def sweep(jobs):
             except Exception as problem:
                 print(f"  {text}: {type(problem).__name__} {str(problem)[:150]}")
                 continue
-            base = softmax_forward if kernel == "forward" else softmax_both - softmax_forward
+            base = softmax_forward if kernel.startswith("forward") else softmax_both - softmax_forward
             results.append((ms, f"  {text or 'table':24s} {ms:.3f} ms  {ms / base:.2f}x of cuDNN's part"))
         print("\n".join(line for _, line in sorted(results)), flush=True)
         if results:

@@ -23,7 +23,8 @@ from lssar.ops.fused import hopper
 kernel, D = getattr(hopper, sys.argv[1]), int(sys.argv[2])
 constants = dict(
     P=15, REWEIGHT=sys.argv[3] == "lssar", LOG_D=math.log(D), D=D, BLOCK_D=D, CAUSAL=True, WINDOWED=True, PACKED=True,
-    HAS_LENGTHS=True, LOG_DEGREE=4, DOT="tf32", EXACT_QUERIES=True, TMA=True, BLOCK_M=64, BLOCK_N=64, STAGES=2,
+    HAS_LENGTHS=True, LOG_DEGREE=3, DOT="tf32", EXACT_QUERIES=True, TMA=True, BLOCK_M=64, BLOCK_N=64, STAGES=2,
+    BLOCK_N1=64, STAGES1=2,
 )
 half = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in sys.argv[1] else "*fp16"}
 real = {name: "*fp32" for name in ("v_max_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr")}
@@ -45,7 +46,9 @@ print("shared", made.metadata.shared, "wgmma", made.asm["ptx"].count("wgmma.mma_
 @pytest.mark.parametrize(
     ("kernel", "D", "mechanism"),
     [
+        ("forward_kernel", 128, "lssar"),
         ("key_gradient_kernel", 64, "lssar"),
+        pytest.param("forward_kernel", 64, "lssa", marks=pytest.mark.slow),
         pytest.param("key_gradient_kernel", 128, "lssa", marks=pytest.mark.slow),
         pytest.param("query_gradient_kernel", 64, "lssa", marks=pytest.mark.slow),
         pytest.param("query_gradient_kernel", 128, "lssar", marks=pytest.mark.slow),

@@ -30,6 +30,7 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward,
     visible_keys,
     visible_rows,
+    weight_root,
 )
 
 ROW_PLANES = 8
@@ -57,7 +58,7 @@ def _query_sums(
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
         g = dp * unit_scale[:, None] - delta[:, None]
         if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(tl.maximum(two_a * slope[:, None] + intercept[:, None], 0.0), P - 1)
+            g = g * power(weight_root(two_a, slope[:, None], intercept[:, None], LOG_DEGREE), P - 1)
             g_sum += lane_sum(g, M, N)
         g_sigma = (g * sigma).to(k.dtype)
         gk = dot(g_sigma, k, gk, PRECISION=DOT)
@@ -216,7 +217,7 @@ def _key_sums(
         two_a = softplus2(x, LOG_DEGREE)
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
         if REWEIGHT:
-            w = tl.maximum(two_a * slope[:, None] + intercept[:, None], 0.0)
+            w = weight_root(two_a, slope[:, None], intercept[:, None], LOG_DEGREE)
             y = power(w, P - 1)
             weight = y * w
         else:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lssar.ops.fused.primitives import (
     HIDDEN,
+    INTERPRETED,
     dot,
     ex2_neg_abs,
     exact_unit_rows,
@@ -27,9 +28,11 @@ from lssar.ops.fused.primitives import (
     score_scale,
     softplus2,
     weight_line,
+    weight_root,
 )
 
 PROGRAMS_PER_MULTIPROCESSOR = 16
+SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
 
 
 @triton.jit
@@ -67,6 +70,15 @@ def _drop_repeats(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def _squares(k):
+    """In the type of k."""
+    if INTERPRETED:  # it multiplies bfloat16 as if the bits were integers
+        return (k.to(tl.float32) * k.to(tl.float32)).to(k.dtype)
+    else:
+        return k * k
+
+
+@triton.jit
 def _score_keys(
     q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
     k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
@@ -75,29 +87,39 @@ def _score_keys(
 ):  # fmt: skip
     """Scores of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
 
-    NORMS: "unit" (the cache holds unit keys), "fast", or "robust" (right also near the ends of float32's range).
+    NORMS: "unit" (the cache holds unit keys), "robust" (right also near the ends of float32's range), "fast", or
+    "product": the tensor cores add the squares, rounded to the keys' type, so that nothing is exchanged between
+    threads. That is for bfloat16 (the squares of float16 might overflow); its roundings cancel well enough in the sum.
     Sums stay spread over the N slots of a tile until the end: a reduction in the loop would need a barrier.
     """
     offsets = tl.arange(0, N)
     total = tl.zeros([R, N], tl.float32)
     largest = tl.full([R, N], HIDDEN, tl.float32)
-    extreme = tl.zeros([N], tl.int32)
+    extreme = tl.zeros([M if NORMS == "product" else 1, N], tl.int32)
+    ones = tl.full([M, columns.shape[0]], 1.0, k_ptr.dtype.element_ty)
     for start in tl.range(lo, stop, N, num_stages=STAGES):
         keys = start + offsets
         k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
         k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
         k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
         if NORMS == "robust":
-            key_scale = inverse_norms(k.to(tl.float32))  # [N]
+            key_scale = inverse_norms(k.to(tl.float32))[None, :]
         elif NORMS == "fast":
             k_float = k.to(tl.float32)
             square = tl.sum(k_float * k_float, 1)  # [N]
             key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-            extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop))).to(tl.int32)
+            key_scale, square = key_scale[None, :], square[None, :]
+        elif NORMS == "product":
+            square = dot(ones, tl.trans(_squares(k)), PRECISION=DOT)  # [M, N], rows alike
+            key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
+        if NORMS == "fast" or NORMS == "product":
+            extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop)[None, :])).to(tl.int32)
         x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None]  # [M, N]
+        if NORMS == "product":
+            x *= key_scale
         x = _drop_repeats(x, R, M, N)  # [R, N]
-        if NORMS != "unit":
-            x *= key_scale[None, :]
+        if NORMS == "fast" or NORMS == "robust":
+            x *= key_scale
         x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
         x_mask = row_inside[:, None] & (keys < stop)[None, :]
         tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=x_mask)
@@ -112,7 +134,7 @@ def score_kernel(
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, table_stride, x_stride,
     Hkv, Lk, split_length, splits,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, UNIT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
@@ -140,9 +162,9 @@ def score_kernel(
     total, largest, extreme = _score_keys(
         q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
         k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-        D, PAGE, LOG_DEGREE == 0, DOT, "unit" if UNIT else "fast", BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
+        D, PAGE, LOG_DEGREE == 0, DOT, NORMS, BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
-    if not UNIT:  # noqa: SIM102 (the outer one is decided when compiling)
+    if NORMS != "unit":  # noqa: SIM102 (the outer one is decided when compiling)
         if extreme != 0:
             total, largest, extreme = _score_keys(
                 q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
@@ -166,8 +188,8 @@ def _select_keys(
         keys = start + offsets
         x_mask = row_inside[:, None] & (keys < stop)[None, :]
         x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [R, N]
-        weight = tl.minimum(tl.maximum(softplus2(x, LOG_DEGREE) * slope[:, None] + intercept[:, None], 0.0), 1.0)
-        weight = tl.where(x > HIDDEN, power(weight, P), 0.0)
+        root = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
+        weight = tl.where(x > HIDDEN, power(root, P), 0.0)
         z += tl.sum(weight, 1)
         needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
         slot = lo + count + tl.cumsum(needed.to(tl.int32), 0) - 1
@@ -211,7 +233,7 @@ def value_kernel(
         n_float = n.to(tl.float32)
         slope, intercept = weight_line(total, x_max, n_float, P, LOG_D, LOG_DEGREE)
         # keys of at most tolerance / n of the largest weight weigh together at most tolerance times that
-        largest = power(tl.maximum(softplus2(x_max, LOG_DEGREE) * slope + intercept, 0.0), P)
+        largest = power(weight_root(softplus2(x_max, LOG_DEGREE), slope, intercept, LOG_DEGREE), P)
         matters = tolerance / tl.maximum(n_float, 1.0) * largest
         count, z = _select_keys(
             x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
@@ -268,7 +290,7 @@ def combine_kernel(
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
     tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int | None = None,
-    stages: int = 3,
+    stages: int = 3, norms: str | None = None,
 ) -> Tensor:  # fmt: skip
     """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
     B, Hq, Lq, D = q.shape
@@ -284,11 +306,14 @@ def decode(
     group = Hq // Hkv
     if warps is None:
         warps = 2 if unit_keys else 4  # norms of keys are worth two more
+    if norms is None:
+        norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
     block_r = triton.next_power_of_2(group * Lq)
     block_d = max(16, triton.next_power_of_2(D))
     if splits is None:
         multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        splits = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (B * Hkv))
+        splits = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (B * Hkv)
+        splits = max(1, min(splits, triton.cdiv(Lk, SHORTEST_SPLIT)))
     split_length = triton.cdiv(triton.cdiv(max(Lk, 1), splits), block) * block
     splits = triton.cdiv(max(Lk, 1), split_length)
     k_strides = [k_cache.stride(i) for i in order]
@@ -314,7 +339,7 @@ def decode(
     grid = (B * Hkv, splits)
     score_kernel[grid](
         q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits, UNIT=unit_keys, BLOCK_N=block, STAGES=stages, num_warps=warps,
+        x_stride, Hkv, Lk, split_length, splits, NORMS=norms, BLOCK_N=block, STAGES=stages, num_warps=warps,
         **common,
     )  # fmt: skip
     value_kernel[grid](

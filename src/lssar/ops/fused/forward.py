@@ -25,6 +25,7 @@ from lssar.ops.fused.primitives import (
     tile_source,
     visible_keys,
     weight_line,
+    weight_root,
 )
 
 
@@ -80,10 +81,7 @@ def _weighted_values(
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         weight = softplus2(x, LOG_DEGREE)
         if REWEIGHT:
-            weight = tl.maximum(weight * slope[:, None] + intercept[:, None], 0.0)
-            if v.dtype == tl.float16:  # rounding may leave a weight above 1, and fp16 has no room for its power
-                weight = tl.minimum(weight, 1.0)
-            weight = power(weight, P)
+            weight = power(weight_root(weight, slope[:, None], intercept[:, None], LOG_DEGREE), P)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), weight, 0.0)

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 # (Gluon: tuples that grow in a loop are unrolled, not Python's)
-"""Kernels for Hopper in Gluon: the arithmetic of backward.py with the products issued by hand.
+"""Kernels for Hopper in Gluon: the arithmetic of forward.py and backward.py with the products issued by hand.
 
 Triton waits for a product right after asking for it, so tensor cores and arithmetic take turns. Here each product is
-asked for early and waited for late. A step has four: two give scores and dO.v, two add to the gradients, and the
-arithmetic between runs while others are under way. Tiles come through a ring of shared memory, filled by the tensor
-memory accelerator, one warp group for 64 rows.
+asked for early and waited for late. A step of the backward has four: two give scores and dO.v, two add to the
+gradients, and the arithmetic between runs while others are under way. Tiles come through a ring of shared memory,
+filled by the tensor memory accelerator, one warp group for 64 rows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from lssar.ops.fused.backward import reciprocal, store_row_values
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
+    ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
+    lane_compound,
+    lane_max,
     lane_sum,
+    log2_1p,
     power,
     saturate,
     score_scale,
@@ -37,6 +41,8 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward,
     visible_keys,
     visible_rows,
+    weight_line,
+    weight_root,
 )
 
 # Gluon is young: names as Triton 3.6 has them, and as later ones do
@@ -71,13 +77,35 @@ def _descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
+def _announce(tiles, barriers, stage, wanted):
+    """Say that a tile will come; apart from `_load`, so that a barrier of the whole program can stand between them.
+
+    It may be said as soon as the tile before has come: the turn does not end until the new one is there."""
+    mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
+
+
+@gluon.jit
+def _load(tiles, ring, barriers, row, stage, wanted):
+    tile_load(tiles, [row, 0], barriers.index(stage), ring.index(stage), pred=wanted)
+
+
+@gluon.jit
+def _announce_pair(a, b, barriers, stage, wanted):
+    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
+    mbarrier.expect(barriers.index(stage), bytes, pred=wanted)
+
+
+@gluon.jit
+def _load_pair(a, a_ring, b, b_ring, barriers, row, stage, wanted):
+    _load(a, a_ring, barriers, row, stage, wanted)
+    _load(b, b_ring, barriers, row, stage, wanted)
+
+
+@gluon.jit
 def _fetch(a, a_ring, b, b_ring, barriers, start, stage, pred):
     """Ask for the tiles of a and b that begin at row start; their barrier tells when both are there."""
-    barrier = barriers.index(stage)
-    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
-    mbarrier.expect(barrier, bytes, pred=pred)
-    tile_load(a, [start, 0], barrier, a_ring.index(stage), pred=pred)
-    tile_load(b, [start, 0], barrier, b_ring.index(stage), pred=pred)
+    _announce_pair(a, b, barriers, stage, pred)
+    _load_pair(a, a_ring, b, b_ring, barriers, start, stage, pred)
 
 
 @gluon.jit
@@ -148,7 +176,7 @@ def _weight_and_ds(
     two_a = softplus2(x, LOG_DEGREE)
     ds = dp * factor - offset
     if REWEIGHT:
-        w = gl.maximum(two_a * slope + intercept, 0.0)
+        w = weight_root(two_a, slope, intercept, LOG_DEGREE)
         y = power(w, P - 1)
         weight = y * w
         if MASKED:  # a flat row would give hidden keys weight too
@@ -271,6 +299,8 @@ def key_gradient_kernel(
             _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, BLOCK_M)
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        weight = gl.convert_layout(nothing.to(element), factor_layout)
+        ds = weight
         for step in range(steps):
             start = row_lo + step * BLOCK_M
             at = before + step
@@ -279,10 +309,12 @@ def key_gradient_kernel(
             score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
             value = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
             async_copy.wait_group(STAGES - 2)
-            dk, dv, x, dp = warpgroup_mma_wait(0, (dk, dv, score, value))
-            program_barrier()  # every warp is done with the stage before, and has its row values
+            # weights have to stay in their registers until the product is done, so they are waited for with it
+            dk, dv, x, dp, weight, ds = warpgroup_mma_wait(0, (dk, dv, score, value, weight, ds))
             ahead, free = start + (STAGES - 1) * BLOCK_M, (at + STAGES - 1) % STAGES
-            _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
+            _announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
+            program_barrier()  # every warp is done with the stage before, and has its row values
+            _load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
             tile_values = values_ring.index(at % STAGES)
             if (start < full_lo) | (start + BLOCK_M > full_hi):
@@ -297,7 +329,7 @@ def key_gradient_kernel(
                 )  # fmt: skip
             dv = warpgroup_mma(weight, do, dv, is_async=True)
             dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(0, (dk, dv))
+        dk, dv, weight, ds = warpgroup_mma_wait(0, (dk, dv, weight, ds))
         async_copy.wait_group(0)
         program_barrier()  # the next head fills the ring again
         before += steps
@@ -333,7 +365,7 @@ def _gradient_terms(
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
         g = dps[i] * unit_scale - delta
         if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(gl.maximum(two_a * slope + intercept, 0.0), P - 1)
+            g = g * power(weight_root(two_a, slope, intercept, LOG_DEGREE), P - 1)
             g_lanes += lane_sum(g, M, N // 4)
         products = products + ((g * sigma).to(element),)
         sigmas = sigmas + (sigma.to(element),)
@@ -425,6 +457,8 @@ def query_gradient_kernel(
     gk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
     sk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
     q, do = q_ring.index(0), do_ring.index(0)
+    g_sigma = gl.convert_layout(nothing.to(key_element), factor_layout)
+    sigma = g_sigma
     mbarrier.wait(rows_ready.index(0), 0)
     for step in range(steps):
         start = key_lo + step * BLOCK_N
@@ -432,12 +466,11 @@ def query_gradient_kernel(
         mbarrier.wait(keys_ready.index(step % STAGES), step // STAGES & 1)
         score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
         value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        gk, sk, x, dp = warpgroup_mma_wait(0, (gk, sk, score, value))
+        gk, sk, x, dp, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, score, value, g_sigma, sigma))
+        ahead, free = start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES
+        _announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
         program_barrier()  # every warp is done with the stage before
-        _fetch(
-            k_tiles, k_ring, v_tiles, v_ring, keys_ready, start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES,
-            step + STAGES - 1 < steps,
-        )  # fmt: skip
+        _load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + BLOCK_N > full_hi):
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
@@ -453,7 +486,7 @@ def query_gradient_kernel(
             sk = warpgroup_mma(sigma, k, sk, is_async=True)
         else:
             sk = warpgroup_mma_init(sk)
-    gk, sk = warpgroup_mma_wait(0, (gk, sk))
+    gk, sk, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, g_sigma, sigma))
 
     n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
@@ -474,3 +507,204 @@ def query_gradient_kernel(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
         P, EXACT_QUERIES,
     )  # fmt: skip
+
+
+@gluon.jit
+def _scores(q, ring, stage, HALF: gl.constexpr, N: gl.constexpr, nothing):
+    """q k^T of one half of a unit of keys, [M, N], under way."""
+    keys = ring.index(stage).slice(HALF * N, N)
+    return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, full_lo, full_hi):
+    """Pass 1, scores x [M, N] of a tile: prod(1 + t) - 1 compounded, sums of x + |x| and largest x, all [M, 4].
+
+    A sum of logarithms is the logarithm of a product.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if (start < full_lo) | (start + N > full_hi):
+        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
+        x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
+    part = lane_compound(ex2_neg_abs(x), M, N)
+    excess = excess + part + excess * part
+    return excess, linear + lane_sum(x + gl.abs(x), M, N), gl.maximum(largest, lane_max(x, M, N))
+
+
+@gluon.jit
+def _half_weights(
+    x, z, slope, intercept, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr, layout: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr,
+):  # fmt: skip
+    """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    weight = softplus2(x, LOG_DEGREE)
+    if REWEIGHT:
+        weight = power(weight_root(weight, slope, intercept, LOG_DEGREE), P)
+    if (start < full_lo) | (start + N > full_hi):
+        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
+        weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
+    return gl.convert_layout(weight.to(element), layout), z + lane_sum(weight, M, N)
+
+
+@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
+    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
+    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
+
+    While the arithmetic of one half runs, the scores of the next half and the product with V of the half before are
+    under way. K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
+    """
+    blocks = gl.cdiv(Lq, BLOCK_M)
+    program = gl.program_id(0)
+    head = program // blocks
+    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    b = head // Hq
+    b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
+    h_kv = h // (Hq // Hkv)
+    q_ptr += head.to(gl.int64) * Lq * D
+    k_ptr += (b64 * Hkv + h_kv) * Lk * D
+    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
+    o_ptr += b64 * o_stride_b + h * o_stride_h
+
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
+    tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    element: gl.constexpr = v_ptr.dtype.element_ty
+
+    UNIT: gl.constexpr = 2 * BLOCK_N
+    q_ring = _ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
+    k_ring = _ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
+    v_ring = _ring(element, STAGES, BLOCK_N, D)
+    q_ready, k_ready, v_ready = _barriers(1), _barriers(STAGES1), _barriers(STAGES)
+    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    q_tiles = _descriptor(q_ptr, Lq, D, BLOCK_M, D)
+    k_tiles = _descriptor(k_ptr, key_stop, D, UNIT, D)
+    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+
+    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
+    row_start, row_stop = visible_keys(
+        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )  # [M]
+    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
+    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
+    units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
+    key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
+    _announce(q_tiles, q_ready, 0, True)
+    for i in gl.static_range(STAGES1):
+        _announce(k_tiles, k_ready, i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        _announce(v_tiles, v_ready, i, i < 2 * units)
+    program_barrier()
+    _load(q_tiles, q_ring, q_ready, first_row, 0, True)
+    for i in gl.static_range(STAGES1):
+        _load(k_tiles, k_ring, k_ready, key_lo + gl.where(i < units, i, i - units) * UNIT, i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        _load(v_tiles, v_ring, v_ready, key_lo + i * BLOCK_N, i, i < 2 * units)
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
+    lanes = lane_sum(nothing, BLOCK_M, BLOCK_N)  # zeros [M, 4]
+    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
+    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
+    n = (row_stop - row_start).to(gl.float32)
+    q = q_ring.index(0)
+    mbarrier.wait(q_ready.index(0), 0)
+    mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
+    x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
+    turn = 0  # the unit of x, of key_turns
+    if REWEIGHT:
+        total, lost, largest = lanes, lanes, lanes + HIDDEN
+        for unit in range(units):
+            stage, following = turn % STAGES1, turn + 1
+            start = key_lo + unit * UNIT
+            odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
+            excess, linear, largest = _half_statistics(
+                x, lanes, lanes, largest, tile_start, tile_stop, start, full_lo, full_hi
+            )
+            x_odd = warpgroup_mma_wait(0, (odd_scores,))
+            refill = turn + STAGES1
+            row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+            _announce(k_tiles, k_ready, stage, refill < key_turns)
+            program_barrier()  # every warp is done with this unit
+            _load(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
+            mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
+            even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
+            excess, linear, largest = _half_statistics(
+                x_odd, excess, linear, largest, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi
+            )
+            part = 2.0 * log2_1p(excess, False) + linear - lost  # Kahan: a flat row must be flat at any length
+            new_total = total + part
+            lost = (new_total - total) - part
+            total = new_total
+            x = warpgroup_mma_wait(0, (even_scores,))
+            turn += 1
+        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
+        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
+        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
+    else:
+        slope = gl.where(n > 0, 1.0, 0.0)
+        intercept = slope * 0.0
+    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
+    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
+
+    z = lanes
+    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
+    odd = gl.convert_layout(nothing.to(element), factor_layout)
+    for unit in range(units):
+        stage, following = turn % STAGES1, turn + 1
+        start = key_lo + unit * UNIT
+        tile = 2 * unit
+        odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
+        even, z = _half_weights(
+            x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, full_lo, full_hi, element, factor_layout,
+            P, REWEIGHT, LOG_DEGREE,
+        )  # fmt: skip
+        # weights have to stay in their registers until the product is done, so they are waited for with it
+        o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
+        refill = turn + STAGES1
+        row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+        v_refill = tile - 1 + STAGES
+        v_wanted = (unit > 0) & (v_refill < 2 * units)
+        _announce(k_tiles, k_ready, stage, refill < key_turns)
+        _announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
+        program_barrier()  # every warp is done with this unit of K and the tile of V before
+        _load(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
+        _load(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, v_refill % STAGES, v_wanted)
+        mbarrier.wait(v_ready.index(tile % STAGES), tile // STAGES & 1)
+        o = warpgroup_mma(even, v_ring.index(tile % STAGES), o, is_async=True)
+        # after the last unit come nobody's scores: any stage will do, unwaited
+        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
+        even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
+        odd, z = _half_weights(
+            x_odd, z, tile_slope, tile_intercept, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE,
+        )  # fmt: skip
+        o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
+        v_refill = tile + STAGES
+        _announce(v_tiles, v_ready, tile % STAGES, v_refill < 2 * units)
+        program_barrier()  # every warp is done with this tile of V
+        _load(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, tile % STAGES, v_refill < 2 * units)
+        mbarrier.wait(v_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1)
+        o = warpgroup_mma(odd, v_ring.index((tile + 1) % STAGES), o, is_async=True)
+        turn += 1
+    o, odd = warpgroup_mma_wait(0, (o, odd))
+
+    z_row = gl.sum(z, 1)
+    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
+    o = gl.convert_layout(o * to_mean[:, None], load_layout)
+    _store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
+    at = head.to(gl.int64) * row_stride + rows
+    gl.store(slope_ptr + at, slope, mask=rows < Lq)
+    gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
+    gl.store(z_ptr + at, gl.convert_layout(z_row, row_layout), mask=rows < Lq)

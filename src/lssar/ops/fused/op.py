@@ -18,7 +18,7 @@ from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
 
 NORMALIZE_BLOCK = 32
-LOG_DEGREES = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 0}
+LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors have no use for bf16's exponent: fp16 copies round the scores eight times more finely."""
 
@@ -81,11 +81,11 @@ class _Call:
 
 
 @functools.cache
-def hopper_kernels(d: int) -> ModuleType | None:
-    """hopper.py where its kernels apply; LSSAR_GLUON=0 turns them off."""
+def hopper_kernels(d: int, part: str) -> ModuleType | None:
+    """hopper.py where its kernels apply; LSSAR_GLUON=0 turns them off, =forward or =backward all but that part."""
     if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON") == "0":
+    if torch.cuda.get_device_capability()[0] != 9 or os.environ.get("LSSAR_GLUON", part) != part:
         return None
     try:
         from lssar.ops.fused import hopper
@@ -113,14 +113,17 @@ def _forward(
     if o.numel() == 0:
         return o, rows
     unit_q, unit_k = call.normalize(q, k, v)
+    aligned = tma_aligned(unit_q, unit_k, v)
+    by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
+    kernel = by_hand.forward_kernel if by_hand else forward_kernel
 
     def run(tile, constants):
-        forward_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
         )  # fmt: skip
 
-    launch("forward", call.D, call.itemsize, tma_aligned(unit_k, v), run)
+    launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
     return o, rows
 
 
@@ -144,7 +147,7 @@ def _backward(
     constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
 
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
-    by_hand = exact_queries and aligned and hopper_kernels(call.D)
+    by_hand = exact_queries and aligned and hopper_kernels(call.D, "backward")
     kernels = by_hand or backward
     suffix = "_hopper" if by_hand else ""
 

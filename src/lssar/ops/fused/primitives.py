@@ -19,6 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # a score that contributes nothing: softplus 0, sigmoid 0
 FIRST_ROWS = tl.constexpr(3)  # rows that see at most this many keys have no threshold
+CLIP_ROOM = tl.constexpr(0.9375)  # the largest weight's root in half types
 FLAT_TOLERANCE = tl.constexpr(32 * 2.0**-23)  # see numerics.FLAT_ULPS
 
 
@@ -72,16 +73,15 @@ def log2_1p(t, PRECISE: tl.constexpr):
 
 @triton.jit
 def softplus2(x, LOG_DEGREE: tl.constexpr):
-    """2 * log2(1 + 2^x). LOG_DEGREE 4 or 5: minimax polynomial, relative error 6e-5 or 8e-6; 0: to float32 rounding."""
+    """2 * log2(1 + 2^x). LOG_DEGREE 3 or 5: minimax polynomial, relative error 4e-4 or 8e-6; 0: to float32 rounding."""
     t = ex2_neg_abs(x)
     if LOG_DEGREE == 0:
         return 2.0 * log2_1p(t, True) + (x + tl.abs(x))
     else:
-        if LOG_DEGREE == 4:
-            h = t * 0.11930172264517297 - 0.4542360595704641
-            h = h * t + 0.8837957207499355
-            h = h * t - 1.4339743442599764
-            h = h * t + 2.885226384198825
+        if LOG_DEGREE == 3:
+            h = t * -0.21450886992209584 + 0.7329612973623698
+            h = h * t - 1.403494574080352
+            h = h * t + 2.884256197742928
         else:
             h = t * -0.06887098969276658 + 0.29206365555015474
             h = h * t - 0.606070431873325
@@ -98,6 +98,19 @@ def sigmoid2(x, twice_softplus, LOG_DEGREE: tl.constexpr):
         return 1.0 / (1.0 + tl.exp2(tl.minimum(-x, 126.0)))
     else:
         return ex2(x - 0.5 * twice_softplus)
+
+
+@triton.jit
+def weight_root(two_a, slope, intercept, LOG_DEGREE: tl.constexpr):
+    """max(slope * 2a + intercept, 0), whose power is a weight; for half types at most 1 too, all in one instruction."""
+    if LOG_DEGREE == 0:
+        return tl.maximum(two_a * slope + intercept, 0.0)
+    elif USE_PTX:
+        return tl.inline_asm_elementwise(
+            "fma.rn.ftz.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [two_a, slope, intercept], tl.float32, True, 1
+        )
+    else:
+        return tl.minimum(tl.maximum(two_a * slope + intercept, 0.0), 1.0)
 
 
 @triton.jit
@@ -208,22 +221,27 @@ def score_scale(n, LOG_D: tl.constexpr):
 
 @triton.jit
 def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
-    """Slope of the weights: 1 / spread, 0 where not live.
+    """Slope of the weights: about 1 / spread, 0 where not live. Their scale cancels, so it may be chosen.
 
-    Their scale cancels, so for float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the
-    rounding of its terms where the spread is small against them. (For large P its power might underflow.)
+    For float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the rounding of its terms where
+    the spread is small against them. (For large P its power might underflow.) For half types it is a little less than
+    1 / spread, which leaves room for rounding below the 1 that `weight_root` clips at.
     """
     slope = 1.0 / tl.where(live, spread, 1.0)
-    if PRECISE and P <= 64:
+    if not PRECISE:
+        slope *= CLIP_ROOM
+    elif P <= 64:
         slope = tl.exp2(tl.floor(tl.log2(slope)))
     return tl.where(live, slope, 0.0)
 
 
 @triton.jit
 def weight_line(total, x_max, n, P: tl.constexpr, LOG_D: tl.constexpr, LOG_DEGREE: tl.constexpr):
-    """(slope, intercept) such that max(slope * 2a + intercept, 0)^P are a row's weights, the largest about 1.
+    """(slope, intercept) such that weight_root(2a, slope, intercept)^P are a row's weights, the largest about 1.
 
     total: sum of 2a; x_max: largest x; n: visible keys, float. Flat rows get slope 0, intercept 1; empty ones zeros.
+    The polynomial that gives 2a is off by as much at the threshold as at the largest key where the two are close, and
+    where they are not it does not matter: moved by that error, the line has its two ends where they should be.
     """
     two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n, 1.0), 0.0)
     two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
@@ -233,6 +251,8 @@ def weight_line(total, x_max, n, P: tl.constexpr, LOG_D: tl.constexpr, LOG_DEGRE
     flat = (n > FIRST_ROWS) & (spread <= tolerance)
     live = (n > 0) & (flat == 0)
     slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
+    if LOG_DEGREE != 0:
+        two_tau += tl.where(n > FIRST_ROWS, softplus2(x_max, LOG_DEGREE) - two_a_max, 0.0)
     return slope, tl.where(flat, 1.0, -two_tau * slope)
 
 

@@ -38,7 +38,7 @@ class Tile:
     def constants(self, kernel: str, aligned: bool) -> dict:
         values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
         values["TMA"] = self.tma and aligned
-        if kernel == "forward":
+        if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
         if self.registers is not None and USE_PTX:
             values["maxnreg"] = self.registers
@@ -74,7 +74,9 @@ HOPPER: dict[Key, Tile] = {
     ("key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("key_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient", 256, 2): Tile(64, 32, 8, 2),
-    # hopper.py: one warp group for 64 rows
+    # hopper.py: one warp group for 64 rows; of the forward, n is half a unit of keys
+    ("forward_hopper", 64, 2): Tile(64, 64, 4, 3, stages1=2, registers=168, tma=True),
+    ("forward_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
     ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),

@@ -22,13 +22,13 @@ def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
     gluon = kernel.endswith("_hopper")
     seen = {now}
     yield now
-    for m in (64, 128) if kernel == "forward" else (32, 64, 128):
+    for m in (64, 128) if kernel.startswith("forward") else (32, 64, 128):
         for n in (32, 64, 128):
             for warps in (4, 8):
                 for stages in (2, 3):
                     for registers in (None, 128, 168):
                         tile = dataclasses.replace(now, m=m, n=n, n1=0, warps=warps, stages=stages, registers=registers)
-                        if gluon and (registers is not None or (m, n) not in ((64, 64), (64, 128), (128, 64))):
+                        if gluon and ((registers or 168) != 168 or max(m, n) < 64 or m * 4 != warps * 64):
                             continue  # one warp group for 64 rows of the product
                         if m * n > 128 * 64 * (warps // 4) or tile in seen:
                             continue
