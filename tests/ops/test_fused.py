@@ -271,3 +271,20 @@ def test_gpu_compile_and_cuda_graph():
     lengths.fill_(200)
     graph.replay()
     assert torch.equal(o, fused_decode(row, k, v, p=15, lengths=lengths))
+
+
+@pytest.mark.gpu
+def test_gpu_more_elements_than_32_bits_count():
+    """The last head of a call with 2^31 elements and more in each tensor is what it is by itself, to the bit."""
+    shape = (1, 129, 2**17, 128)
+    if torch.cuda.mem_get_info()[0] < 64 * 2**30:
+        pytest.skip("needs 64 GiB of free memory")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v, do = (torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    assert q.numel() > 2**31
+    call = lambda *x: fused_attention(*x, p=15, causal=True, window=200)  # noqa: E731
+    together = with_gradients(call, (q, k, v), do)
+    last = slice(shape[1] - 1, None)
+    alone = with_gradients(call, tuple(x[:, last].contiguous() for x in (q, k, v)), do[:, last])
+    for a, b in zip(together, alone):
+        assert torch.equal(a[:, last], b)
