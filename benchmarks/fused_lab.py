@@ -123,6 +123,12 @@ def bench(f, ms=60):
     return do_bench(f, warmup=15, rep=ms, return_mode="median")
 
 
+def versus(ours, theirs, rounds=5):
+    """Medians of both, taken in turns: what runs first on a cool card would look faster."""
+    times = [(bench(ours, 30), bench(theirs, 30)) for _ in range(rounds)]
+    return [sorted(column)[rounds // 2] for column in zip(*times)]
+
+
 def softmax_times(q, k, v, do):
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         x = [t.clone().requires_grad_() for t in (q, k, v)]
@@ -183,31 +189,28 @@ def ratios(shapes=SHAPES, chosen=None):
     from lssar.ops.fused import fused_attention
 
     choose(None, 0, "").CHOSEN.update(chosen or {})
+
+    def softmax(*x):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*x, is_causal=True)
+
     for shape in shapes:
         d, heads, length = (int(x) for x in shape.split("x"))
         q, k, v, do = inputs(d, heads, length)
-        softmax_forward, softmax_both = softmax_times(q, k, v, do)
         x = [t.clone().requires_grad_() for t in (q, k, v)]
+        ours = partial(fused_attention, p=15.0, causal=True)
 
-        def both(x=x, do=do):
+        def both(attention, x=x, do=do):
             for t in x:
                 t.grad = None
-            fused_attention(*x, p=15.0, causal=True).backward(do)
+            attention(*x).backward(do)
 
-        forward = bench(lambda: fused_attention(q, k, v, p=15.0, causal=True))  # noqa: B023
-        total = bench(both)
-
-        def softmax(x=x, do=do):
-            for t in x:
-                t.grad = None
-            F.scaled_dot_product_attention(*x, is_causal=True).backward(do)
-
-        memory = peak(both), peak(softmax)
+        forward = versus(partial(ours, q, k, v), partial(softmax, q, k, v))
+        total = versus(partial(both, ours), partial(both, softmax))
+        memory = [peak(partial(both, attention)) for attention in (ours, softmax)]
+        show = lambda a, b: f"{a:.3f} / {b:.3f} = {a / b:.2f}x"  # noqa: E731
         print(
-            f"{shape}: forward {forward:.3f} / {softmax_forward:.3f} = {forward / softmax_forward:.2f}x   "
-            f"both {total:.3f} / {softmax_both:.3f} = {total / softmax_both:.2f}x   "
-            f"memory {memory[0] / memory[1]:.2f}x",
-            flush=True,
+            f"{shape}: forward {show(*forward)}   both {show(*total)}   memory {memory[0] / memory[1]:.2f}x", flush=True
         )
 
 

@@ -19,7 +19,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # a score that contributes nothing: softplus 0, sigmoid 0
 FIRST_ROWS = tl.constexpr(3)  # rows that see at most this many keys have no threshold
-CLIP_ROOM = tl.constexpr(0.9375)  # the largest weight's root in half types
 FLAT_TOLERANCE = tl.constexpr(32 * 2.0**-23)  # see numerics.FLAT_ULPS
 
 
@@ -225,11 +224,12 @@ def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
 
     For float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the rounding of its terms where
     the spread is small against them. (For large P its power might underflow.) For half types it is a little less than
-    1 / spread, which leaves room for rounding below the 1 that `weight_root` clips at.
+    1 / spread, which leaves room for rounding below the 1 that `weight_root` clips at; the largest weight is then 1/2 or
+    1/16, which no half type has to round.
     """
     slope = 1.0 / tl.where(live, spread, 1.0)
     if not PRECISE:
-        slope *= CLIP_ROOM
+        slope *= 2.0 ** (-1.0 / P) if P <= 16 else 2.0 ** (-4.0 / P)
     elif P <= 64:
         slope = tl.exp2(tl.floor(tl.log2(slope)))
     return tl.where(live, slope, 0.0)
