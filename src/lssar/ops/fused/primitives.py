@@ -224,8 +224,8 @@ def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
 
     For float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the rounding of its terms where
     the spread is small against them. (For large P its power might underflow.) For half types it is a little less than
-    1 / spread, which leaves room for rounding below the 1 that `weight_root` clips at; the largest weight is then 1/2 or
-    1/16, which no half type has to round.
+    1 / spread, which leaves room for rounding below the 1 that `weight_root` clips at; the largest weight is then 1/2
+    or 1/16, which no half type has to round.
     """
     slope = 1.0 / tl.where(live, spread, 1.0)
     if not PRECISE:
