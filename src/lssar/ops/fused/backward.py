@@ -34,7 +34,7 @@ from lssar.ops.fused.primitives import (
 )
 
 ROW_PLANES = 8
-"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper.py."""
+"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper."""
 
 
 @triton.jit

@@ -1,11 +1,9 @@
 # mypy: ignore-errors
-# (Gluon: tuples that grow in a loop are unrolled, not Python's)
-"""Kernels for Hopper in Gluon: the arithmetic of forward.py and backward.py with the products issued by hand.
+# (tuples that grow in a loop are unrolled, which mypy cannot know)
+"""Gradients of queries and keys, as backward.py of the folder above has them.
 
-Triton waits for a product right after asking for it, so tensor cores and arithmetic take turns. Here each product is
-asked for early and waited for late. A step of the backward has four: two give scores and dO.v, two add to the
-gradients, and the arithmetic between runs while others are under way. Tiles come through a ring of shared memory,
-filled by the tensor memory accelerator, one warp group for 64 rows.
+A step has four products: two give scores and dO.v, two add to the gradients, and the arithmetic between runs while
+others are under way.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -23,106 +20,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lssar.ops.fused import backward
 from lssar.ops.fused.backward import reciprocal, store_row_values
+from lssar.ops.fused.hopper.memory import (
+    announce_pair,
+    fetch_pair,
+    load_pair,
+    load_rows,
+    pointer_load,
+    program_barrier,
+    store_rows,
+    tile_barriers,
+    tile_descriptor,
+    tile_ring,
+)
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
-    ex2_neg_abs,
     exact_unit_rows,
     inverse_norms,
-    lane_compound,
-    lane_max,
     lane_sum,
-    log2_1p,
     power,
-    saturate,
     score_scale,
     sigmoid2,
     softplus2,
     unit_rows_backward,
     visible_keys,
     visible_rows,
-    weight_line,
     weight_root,
 )
 
-# Gluon is young: names as Triton 3.6 has them, and as later ones do
-tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
 ROW_PLANES = gl.constexpr(backward.ROW_PLANES)
-
-
-@gluon.jit
-def _ring(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    """Shared memory for STAGES tiles [ROWS, D]."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], layout)
-
-
-@gluon.jit
-def _barriers(STAGES: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
-    return barriers
-
-
-@gluon.jit
-def _descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], ptr.dtype.element_ty)
-    return tma.make_tensor_descriptor(
-        ptr, [gl.maximum(length, 1), D], [gl.cast(stride, gl.int64), 1], [ROWS, D], layout
-    )
-
-
-@gluon.jit
-def _announce(tiles, barriers, stage, wanted):
-    """Say that a tile will come; apart from `_load`, so that a barrier of the whole program can stand between them.
-
-    It may be said as soon as the tile before has come: the turn does not end until the new one is there."""
-    mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
-
-
-@gluon.jit
-def _load(tiles, ring, barriers, row, stage, wanted):
-    tile_load(tiles, [row, 0], barriers.index(stage), ring.index(stage), pred=wanted)
-
-
-@gluon.jit
-def _announce_pair(a, b, barriers, stage, wanted):
-    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
-    mbarrier.expect(barriers.index(stage), bytes, pred=wanted)
-
-
-@gluon.jit
-def _load_pair(a, a_ring, b, b_ring, barriers, row, stage, wanted):
-    _load(a, a_ring, barriers, row, stage, wanted)
-    _load(b, b_ring, barriers, row, stage, wanted)
-
-
-@gluon.jit
-def _fetch(a, a_ring, b, b_ring, barriers, start, stage, pred):
-    """Ask for the tiles of a and b that begin at row start; their barrier tells when both are there."""
-    _announce_pair(a, b, barriers, stage, pred)
-    _load_pair(a, a_ring, b, b_ring, barriers, start, stage, pred)
-
-
-@gluon.jit
-def _load_rows(ptr, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    """[ROWS, D] in registers, zeros past stop."""
-    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
-    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    return gl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
-
-
-@gluon.jit
-def _store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
-    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
-    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    gl.store(pointers, saturate(value, ptr.dtype.element_ty), mask=(rows < stop)[:, None])
 
 
 @gluon.jit
@@ -268,17 +194,17 @@ def key_gradient_kernel(
     if first_key >= key_stop:
         row_hi = row_lo
     row_lo = row_lo // BLOCK_M * BLOCK_M
-    raw_k = _load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
+    raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
     key_scale = gl.convert_layout(inverse_norms(raw_k.to(gl.float32)), gl.SliceLayout(1, score_layout))  # [N]
 
-    k_ring, v_ring = _ring(element, 1, BLOCK_N, D), _ring(element, 1, BLOCK_N, D)
-    q_ring, do_ring = _ring(element, STAGES, BLOCK_M, D), _ring(element, STAGES, BLOCK_M, D)
+    k_ring, v_ring = tile_ring(element, 1, BLOCK_N, D), tile_ring(element, 1, BLOCK_N, D)
+    q_ring, do_ring = tile_ring(element, STAGES, BLOCK_M, D), tile_ring(element, STAGES, BLOCK_M, D)
     values_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_PLANES * BLOCK_M], values_layout)
-    keys_ready, rows_ready = _barriers(1), _barriers(STAGES)
-    k_tiles = _descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
-    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-    _fetch(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
+    keys_ready, rows_ready = tile_barriers(1), tile_barriers(STAGES)
+    k_tiles = tile_descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
+    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
     mbarrier.wait(keys_ready.index(0), 0)
     k, v = k_ring.index(0), v_ring.index(0)
 
@@ -290,13 +216,13 @@ def key_gradient_kernel(
     for member in range(group):
         h = (h_kv * group + member).to(gl.int64)
         head = b64 * Hq + h
-        q_tiles = _descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
-        do_tiles = _descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
+        q_tiles = tile_descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
+        do_tiles = tile_descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
         row_values = rows_ptr + head * row_stride
         for step in gl.static_range(STAGES - 1):
             start = row_lo + step * BLOCK_M
             stage = (before + step) % STAGES
-            _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
+            fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, BLOCK_M)
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
         weight = gl.convert_layout(nothing.to(element), factor_layout)
@@ -312,9 +238,9 @@ def key_gradient_kernel(
             # weights have to stay in their registers until the product is done, so they are waited for with it
             dk, dv, x, dp, weight, ds = warpgroup_mma_wait(0, (dk, dv, score, value, weight, ds))
             ahead, free = start + (STAGES - 1) * BLOCK_M, (at + STAGES - 1) % STAGES
-            _announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
+            announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
             program_barrier()  # every warp is done with the stage before, and has its row values
-            _load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
+            load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
             tile_values = values_ring.index(at % STAGES)
             if (start < full_lo) | (start + BLOCK_M > full_hi):
@@ -333,10 +259,10 @@ def key_gradient_kernel(
         async_copy.wait_group(0)
         program_barrier()  # the next head fills the ring again
         before += steps
-    raw_k = _load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
+    raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
     dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
-    _store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
-    _store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+    store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
+    store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
 
 
 @gluon.jit
@@ -412,15 +338,15 @@ def query_gradient_kernel(
     value_element: gl.constexpr = v_ptr.dtype.element_ty
     key_element: gl.constexpr = k_ptr.dtype.element_ty
 
-    q_ring, do_ring = _ring(key_element, 1, BLOCK_M, D), _ring(value_element, 1, BLOCK_M, D)
-    k_ring, v_ring = _ring(key_element, STAGES, BLOCK_N, D), _ring(value_element, STAGES, BLOCK_N, D)
-    rows_ready, keys_ready = _barriers(1), _barriers(STAGES)
+    q_ring, do_ring = tile_ring(key_element, 1, BLOCK_M, D), tile_ring(value_element, 1, BLOCK_M, D)
+    k_ring, v_ring = tile_ring(key_element, STAGES, BLOCK_N, D), tile_ring(value_element, STAGES, BLOCK_N, D)
+    rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    q_tiles = _descriptor(q_ptr, Lq, D, BLOCK_M, D)
-    do_tiles = _descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
-    _fetch(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
-    k_tiles = _descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
+    do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
+    fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
+    k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
+    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
     # what each row sees and its numbers, [M], in the layout of whole rows
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
@@ -432,13 +358,13 @@ def query_gradient_kernel(
     key_lo = key_lo // BLOCK_N * BLOCK_N
     steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
     for step in gl.static_range(STAGES - 1):
-        _fetch(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
+        fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
     at = head.to(gl.int64) * row_stride + rows
     inside = rows < Lq
     slope = gl.load(slope_ptr + at, mask=inside, other=0.0)
     intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
-    do_rows = _load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    o_rows = _load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta = gl.sum(do_rows * o_rows, 1)  # [M]
     # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
     bound = gl.minimum(2.0 * gl.sum(gl.abs(do_rows), 1) * gl.load(v_max_ptr), 1e37)
@@ -468,9 +394,9 @@ def query_gradient_kernel(
         value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
         gk, sk, x, dp, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, score, value, g_sigma, sigma))
         ahead, free = start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES
-        _announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
+        announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
         program_barrier()  # every warp is done with the stage before
-        _load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
+        load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + BLOCK_N > full_hi):
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
@@ -497,214 +423,13 @@ def query_gradient_kernel(
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
-    raw_q = _load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     dq = unit_rows_backward(gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q)
-    _store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
+    store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
     exact_q, to_unit = exact_unit_rows(raw_q)  # unit_q has served: its rows take bfloat16 queries
     exact_q_ptr = q_ptr.to(gl.pointer_type(value_element), bitcast=True)
-    _store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
+    store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
         P, EXACT_QUERIES,
     )  # fmt: skip
-
-
-@gluon.jit
-def _scores(q, ring, stage, HALF: gl.constexpr, N: gl.constexpr, nothing):
-    """q k^T of one half of a unit of keys, [M, N], under way."""
-    keys = ring.index(stage).slice(HALF * N, N)
-    return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, full_lo, full_hi):
-    """Pass 1, scores x [M, N] of a tile: prod(1 + t) - 1 compounded, sums of x + |x| and largest x, all [M, 4].
-
-    A sum of logarithms is the logarithm of a product.
-    """
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    if (start < full_lo) | (start + N > full_hi):
-        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
-        x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
-    part = lane_compound(ex2_neg_abs(x), M, N)
-    excess = excess + part + excess * part
-    return excess, linear + lane_sum(x + gl.abs(x), M, N), gl.maximum(largest, lane_max(x, M, N))
-
-
-@gluon.jit
-def _half_weights(
-    x, z, slope, intercept, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr,
-):  # fmt: skip
-    """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    weight = softplus2(x, LOG_DEGREE)
-    if REWEIGHT:
-        weight = power(weight_root(weight, slope, intercept, LOG_DEGREE), P)
-    if (start < full_lo) | (start + N > full_hi):
-        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
-        weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
-    return gl.convert_layout(weight.to(element), layout), z + lane_sum(weight, M, N)
-
-
-@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
-    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
-
-    While the arithmetic of one half runs, the scores of the next half and the product with V of the half before are
-    under way. K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
-    """
-    blocks = gl.cdiv(Lq, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
-    b = head // Hq
-    b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
-    h_kv = h // (Hq // Hkv)
-    q_ptr += head.to(gl.int64) * Lq * D
-    k_ptr += (b64 * Hkv + h_kv) * Lk * D
-    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
-
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
-    tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    element: gl.constexpr = v_ptr.dtype.element_ty
-
-    UNIT: gl.constexpr = 2 * BLOCK_N
-    q_ring = _ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
-    k_ring = _ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
-    v_ring = _ring(element, STAGES, BLOCK_N, D)
-    q_ready, k_ready, v_ready = _barriers(1), _barriers(STAGES1), _barriers(STAGES)
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    q_tiles = _descriptor(q_ptr, Lq, D, BLOCK_M, D)
-    k_tiles = _descriptor(k_ptr, key_stop, D, UNIT, D)
-    v_tiles = _descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
-    row_start, row_stop = visible_keys(
-        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )  # [M]
-    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
-    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
-    units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
-    key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
-    _announce(q_tiles, q_ready, 0, True)
-    for i in gl.static_range(STAGES1):
-        _announce(k_tiles, k_ready, i, i < key_turns)
-    for i in gl.static_range(STAGES):
-        _announce(v_tiles, v_ready, i, i < 2 * units)
-    program_barrier()
-    _load(q_tiles, q_ring, q_ready, first_row, 0, True)
-    for i in gl.static_range(STAGES1):
-        _load(k_tiles, k_ring, k_ready, key_lo + gl.where(i < units, i, i - units) * UNIT, i, i < key_turns)
-    for i in gl.static_range(STAGES):
-        _load(v_tiles, v_ring, v_ready, key_lo + i * BLOCK_N, i, i < 2 * units)
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    lanes = lane_sum(nothing, BLOCK_M, BLOCK_N)  # zeros [M, 4]
-    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
-    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    n = (row_stop - row_start).to(gl.float32)
-    q = q_ring.index(0)
-    mbarrier.wait(q_ready.index(0), 0)
-    mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
-    x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
-    turn = 0  # the unit of x, of key_turns
-    if REWEIGHT:
-        total, lost, largest = lanes, lanes, lanes + HIDDEN
-        for unit in range(units):
-            stage, following = turn % STAGES1, turn + 1
-            start = key_lo + unit * UNIT
-            odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
-            excess, linear, largest = _half_statistics(
-                x, lanes, lanes, largest, tile_start, tile_stop, start, full_lo, full_hi
-            )
-            x_odd = warpgroup_mma_wait(0, (odd_scores,))
-            refill = turn + STAGES1
-            row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
-            _announce(k_tiles, k_ready, stage, refill < key_turns)
-            program_barrier()  # every warp is done with this unit
-            _load(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
-            mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
-            even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
-            excess, linear, largest = _half_statistics(
-                x_odd, excess, linear, largest, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi
-            )
-            part = 2.0 * log2_1p(excess, False) + linear - lost  # Kahan: a flat row must be flat at any length
-            new_total = total + part
-            lost = (new_total - total) - part
-            total = new_total
-            x = warpgroup_mma_wait(0, (even_scores,))
-            turn += 1
-        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
-        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
-        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    else:
-        slope = gl.where(n > 0, 1.0, 0.0)
-        intercept = slope * 0.0
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-
-    z = lanes
-    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    odd = gl.convert_layout(nothing.to(element), factor_layout)
-    for unit in range(units):
-        stage, following = turn % STAGES1, turn + 1
-        start = key_lo + unit * UNIT
-        tile = 2 * unit
-        odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
-        even, z = _half_weights(
-            x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, full_lo, full_hi, element, factor_layout,
-            P, REWEIGHT, LOG_DEGREE,
-        )  # fmt: skip
-        # weights have to stay in their registers until the product is done, so they are waited for with it
-        o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
-        refill = turn + STAGES1
-        row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
-        v_refill = tile - 1 + STAGES
-        v_wanted = (unit > 0) & (v_refill < 2 * units)
-        _announce(k_tiles, k_ready, stage, refill < key_turns)
-        _announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
-        program_barrier()  # every warp is done with this unit of K and the tile of V before
-        _load(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
-        _load(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, v_refill % STAGES, v_wanted)
-        mbarrier.wait(v_ready.index(tile % STAGES), tile // STAGES & 1)
-        o = warpgroup_mma(even, v_ring.index(tile % STAGES), o, is_async=True)
-        # after the last unit come nobody's scores: any stage will do, unwaited
-        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
-        even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
-        odd, z = _half_weights(
-            x_odd, z, tile_slope, tile_intercept, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
-            factor_layout, P, REWEIGHT, LOG_DEGREE,
-        )  # fmt: skip
-        o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
-        v_refill = tile + STAGES
-        _announce(v_tiles, v_ready, tile % STAGES, v_refill < 2 * units)
-        program_barrier()  # every warp is done with this tile of V
-        _load(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, tile % STAGES, v_refill < 2 * units)
-        mbarrier.wait(v_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1)
-        o = warpgroup_mma(odd, v_ring.index((tile + 1) % STAGES), o, is_async=True)
-        turn += 1
-    o, odd = warpgroup_mma_wait(0, (o, odd))
-
-    z_row = gl.sum(z, 1)
-    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
-    o = gl.convert_layout(o * to_mean[:, None], load_layout)
-    _store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
-    at = head.to(gl.int64) * row_stride + rows
-    gl.store(slope_ptr + at, slope, mask=rows < Lq)
-    gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at, gl.convert_layout(z_row, row_layout), mask=rows < Lq)

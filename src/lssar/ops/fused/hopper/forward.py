@@ -1,0 +1,238 @@
+# mypy: ignore-errors
+"""Forward, as forward.py of the folder above has it."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from lssar.ops.fused.backward import reciprocal
+from lssar.ops.fused.hopper.memory import (
+    announce,
+    load_tile,
+    program_barrier,
+    store_rows,
+    tile_barriers,
+    tile_descriptor,
+    tile_ring,
+)
+from lssar.ops.fused.primitives import (
+    HIDDEN,
+    ex2_neg_abs,
+    lane_compound,
+    lane_max,
+    lane_sum,
+    log2_1p,
+    power,
+    softplus2,
+    visible_keys,
+    weight_line,
+    weight_root,
+)
+
+
+@gluon.jit
+def _scores(q, ring, stage, HALF: gl.constexpr, N: gl.constexpr, nothing):
+    """q k^T of one half of a unit of keys, [M, N], under way."""
+    keys = ring.index(stage).slice(HALF * N, N)
+    return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, full_lo, full_hi):
+    """Pass 1, scores x [M, N] of a tile: prod(1 + t) - 1 compounded, sums of x + |x| and largest x, all [M, 4].
+
+    A sum of logarithms is the logarithm of a product.
+    """
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if (start < full_lo) | (start + N > full_hi):
+        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
+        x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
+    part = lane_compound(ex2_neg_abs(x), M, N)
+    excess = excess + part + excess * part
+    return excess, linear + lane_sum(x + gl.abs(x), M, N), gl.maximum(largest, lane_max(x, M, N))
+
+
+@gluon.jit
+def _half_weights(
+    x, z, slope, intercept, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr, layout: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr,
+):  # fmt: skip
+    """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    weight = softplus2(x, LOG_DEGREE)
+    if REWEIGHT:
+        weight = power(weight_root(weight, slope, intercept, LOG_DEGREE), P)
+    if (start < full_lo) | (start + N > full_hi):
+        keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
+        weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
+    return gl.convert_layout(weight.to(element), layout), z + lane_sum(weight, M, N)
+
+
+@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
+    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
+    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
+
+    While the arithmetic of one half runs, the scores of the next half and the product with V of the half before are
+    under way. K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
+    """
+    blocks = gl.cdiv(Lq, BLOCK_M)
+    program = gl.program_id(0)
+    head = program // blocks
+    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    b = head // Hq
+    b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
+    h_kv = h // (Hq // Hkv)
+    q_ptr += head.to(gl.int64) * Lq * D
+    k_ptr += (b64 * Hkv + h_kv) * Lk * D
+    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
+    o_ptr += b64 * o_stride_b + h * o_stride_h
+
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
+    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
+    tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    element: gl.constexpr = v_ptr.dtype.element_ty
+
+    UNIT: gl.constexpr = 2 * BLOCK_N
+    q_ring = tile_ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
+    k_ring = tile_ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
+    v_ring = tile_ring(element, STAGES, BLOCK_N, D)
+    q_ready, k_ready, v_ready = tile_barriers(1), tile_barriers(STAGES1), tile_barriers(STAGES)
+    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
+    k_tiles = tile_descriptor(k_ptr, key_stop, D, UNIT, D)
+    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+
+    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
+    row_start, row_stop = visible_keys(
+        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )  # [M]
+    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
+    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
+    units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
+    key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
+    announce(q_tiles, q_ready, 0, True)
+    for i in gl.static_range(STAGES1):
+        announce(k_tiles, k_ready, i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        announce(v_tiles, v_ready, i, i < 2 * units)
+    program_barrier()
+    load_tile(q_tiles, q_ring, q_ready, first_row, 0, True)
+    for i in gl.static_range(STAGES1):
+        load_tile(k_tiles, k_ring, k_ready, key_lo + gl.where(i < units, i, i - units) * UNIT, i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        load_tile(v_tiles, v_ring, v_ready, key_lo + i * BLOCK_N, i, i < 2 * units)
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
+    lanes = lane_sum(nothing, BLOCK_M, BLOCK_N)  # zeros [M, 4]
+    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
+    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
+    n = (row_stop - row_start).to(gl.float32)
+    q = q_ring.index(0)
+    mbarrier.wait(q_ready.index(0), 0)
+    mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
+    x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
+    turn = 0  # the unit of x, of key_turns
+    if REWEIGHT:
+        total, lost, largest = lanes, lanes, lanes + HIDDEN
+        for unit in range(units):
+            stage, following = turn % STAGES1, turn + 1
+            start = key_lo + unit * UNIT
+            odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
+            excess, linear, largest = _half_statistics(
+                x, lanes, lanes, largest, tile_start, tile_stop, start, full_lo, full_hi
+            )
+            x_odd = warpgroup_mma_wait(0, (odd_scores,))
+            refill = turn + STAGES1
+            row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+            announce(k_tiles, k_ready, stage, refill < key_turns)
+            program_barrier()  # every warp is done with this unit
+            load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
+            mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
+            even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
+            excess, linear, largest = _half_statistics(
+                x_odd, excess, linear, largest, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi
+            )
+            part = 2.0 * log2_1p(excess, False) + linear - lost  # Kahan: a flat row must be flat at any length
+            new_total = total + part
+            lost = (new_total - total) - part
+            total = new_total
+            x = warpgroup_mma_wait(0, (even_scores,))
+            turn += 1
+        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
+        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
+        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
+    else:
+        slope = gl.where(n > 0, 1.0, 0.0)
+        intercept = slope * 0.0
+    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
+    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
+
+    z = lanes
+    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
+    odd = gl.convert_layout(nothing.to(element), factor_layout)
+    for unit in range(units):
+        stage, following = turn % STAGES1, turn + 1
+        start = key_lo + unit * UNIT
+        tile = 2 * unit
+        odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
+        even, z = _half_weights(
+            x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, full_lo, full_hi, element, factor_layout,
+            P, REWEIGHT, LOG_DEGREE,
+        )  # fmt: skip
+        # weights have to stay in their registers until the product is done, so they are waited for with it
+        o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
+        refill = turn + STAGES1
+        row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+        v_refill = tile - 1 + STAGES
+        v_wanted = (unit > 0) & (v_refill < 2 * units)
+        announce(k_tiles, k_ready, stage, refill < key_turns)
+        announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
+        program_barrier()  # every warp is done with this unit of K and the tile of V before
+        load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
+        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, v_refill % STAGES, v_wanted)
+        mbarrier.wait(v_ready.index(tile % STAGES), tile // STAGES & 1)
+        o = warpgroup_mma(even, v_ring.index(tile % STAGES), o, is_async=True)
+        # after the last unit come nobody's scores: any stage will do, unwaited
+        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
+        even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
+        odd, z = _half_weights(
+            x_odd, z, tile_slope, tile_intercept, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE,
+        )  # fmt: skip
+        o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
+        v_refill = tile + STAGES
+        announce(v_tiles, v_ready, tile % STAGES, v_refill < 2 * units)
+        program_barrier()  # every warp is done with this tile of V
+        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, tile % STAGES, v_refill < 2 * units)
+        mbarrier.wait(v_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1)
+        o = warpgroup_mma(odd, v_ring.index((tile + 1) % STAGES), o, is_async=True)
+        turn += 1
+    o, odd = warpgroup_mma_wait(0, (o, odd))
+
+    z_row = gl.sum(z, 1)
+    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
+    o = gl.convert_layout(o * to_mean[:, None], load_layout)
+    store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
+    at = head.to(gl.int64) * row_stride + rows
+    gl.store(slope_ptr + at, slope, mask=rows < Lq)
+    gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
+    gl.store(z_ptr + at, gl.convert_layout(z_row, row_layout), mask=rows < Lq)

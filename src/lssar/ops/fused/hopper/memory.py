@@ -1,0 +1,87 @@
+# mypy: ignore-errors
+"""Rings of shared memory, the barriers that tell when their tiles have come, and rows from and to device memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from lssar.ops.fused.primitives import saturate
+
+# Gluon is young: names as Triton 3.6 has them, and as later ones do
+tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def tile_ring(dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """Shared memory for STAGES tiles [ROWS, D]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, ROWS, D], layout)
+
+
+@gluon.jit
+def tile_barriers(STAGES: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=1)
+    return barriers
+
+
+@gluon.jit
+def tile_descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], ptr.dtype.element_ty)
+    return tma.make_tensor_descriptor(
+        ptr, [gl.maximum(length, 1), D], [gl.cast(stride, gl.int64), 1], [ROWS, D], layout
+    )
+
+
+@gluon.jit
+def announce(tiles, barriers, stage, wanted):
+    """Say that a tile will come; apart from `_load`, so that a barrier of the whole program can stand between them.
+
+    It may be said as soon as the tile before has come: the turn does not end until the new one is there."""
+    mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
+
+
+@gluon.jit
+def load_tile(tiles, ring, barriers, row, stage, wanted):
+    tile_load(tiles, [row, 0], barriers.index(stage), ring.index(stage), pred=wanted)
+
+
+@gluon.jit
+def announce_pair(a, b, barriers, stage, wanted):
+    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
+    mbarrier.expect(barriers.index(stage), bytes, pred=wanted)
+
+
+@gluon.jit
+def load_pair(a, a_ring, b, b_ring, barriers, row, stage, wanted):
+    load_tile(a, a_ring, barriers, row, stage, wanted)
+    load_tile(b, b_ring, barriers, row, stage, wanted)
+
+
+@gluon.jit
+def fetch_pair(a, a_ring, b, b_ring, barriers, start, stage, pred):
+    """Ask for the tiles of a and b that begin at row start; their barrier tells when both are there."""
+    announce_pair(a, b, barriers, stage, pred)
+    load_pair(a, a_ring, b, b_ring, barriers, start, stage, pred)
+
+
+@gluon.jit
+def load_rows(ptr, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    """[ROWS, D] in registers, zeros past stop."""
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    return gl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
+
+
+@gluon.jit
+def store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr):
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, D, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    gl.store(pointers, saturate(value, ptr.dtype.element_ty), mask=(rows < stop)[:, None])
