@@ -82,7 +82,7 @@ class _Call:
 
 @functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """The kernels of hopper where they apply: its backward, unless LSSAR_GLUON=0; its forward with LSSAR_GLUON=all alone.
+    """The kernels of hopper where they apply: backward, unless LSSAR_GLUON=0; forward with LSSAR_GLUON=all alone.
 
     That forward is faster, but has not been through all tests on a GPU yet."""
     if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
