@@ -92,7 +92,7 @@ class Scale:
     """Folder of the arms' JSON files."""
     runs: Path
     """Folder of checkpoints, which may be deleted once the results are there."""
-    mixture: dict[str, Any] = field(default_factory=lambda: {"retrieval_share": 0.2})
+    mixture: dict[str, Any]
     """What changes in the recipe of an arm that is to learn retrieval."""
     bench_documents: int | None = None
     """Of each benchmark at most."""
@@ -152,6 +152,13 @@ class Arm:
         return r.attention + power + "".join(mark for mark, on in marks if on)
 
 
+def changes_of(name: str, base: str) -> dict[str, Any]:
+    """What a recipe has otherwise than another, how long it trains included."""
+    ours, theirs = recipe(name), recipe(base)
+    changed = (f.name for f in dataclasses.fields(Recipe) if getattr(ours, f.name) != getattr(theirs, f.name))
+    return {name: getattr(ours, name) for name in (*changed, "steps")}
+
+
 SCALES: dict[str, Scale] = {
     scale.name: scale
     for scale in (
@@ -178,6 +185,7 @@ SCALES: dict[str, Scale] = {
             name="h200",
             recipe_name="books-51m",
             base=recipe("books-51m", steps=640, eval_every=320, save_every=320, keep=1),  # 41.9M tokens
+            mixture=changes_of("retrieval-51m", "books-51m"),
             data="books",
             most_seeds=3,
             read_tokens=786_432,

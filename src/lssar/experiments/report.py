@@ -34,7 +34,8 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
     text = HEAD.format(results=scale.results)
     text += (
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
-        f"tokens ({r.steps * r.batch_tokens:,} in all, the same for every arm). The paper's columns are "
+        f"tokens ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
+        f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
         "its own: 124M on FineWeb-10B.\n\n## Claims\n\n"
     )
     text += "| | claim | verdict | evidence | command |\n|---|---|---|---|---|\n"
