@@ -17,12 +17,15 @@ import torch
 import lssar
 from lssar.cli import main
 from lssar.experiments.newton import law
-from lssar.experiments.newton.arms import SCALES, Family, Job, families_in, jobs_of, oracles, run_all, test_points
+from lssar.experiments.newton.arms import run_job
+from lssar.experiments.newton.families import SCALES, Family, Job, claim, families_in, jobs_of, test_points
 from lssar.experiments.newton.law import Points, exponents, nearest_neighbours, newton_form, parse, symbolic_laws
 from lssar.experiments.newton.model import OrbitModel, orbit_model_config
 from lssar.experiments.newton.orbits import WORLDS, draw, shown
 from lssar.experiments.newton.probe import _calibration, inductive_bias
 from lssar.experiments.newton.report import TABLES, filled
+from lssar.experiments.newton.results import collect, oracles
+from lssar.experiments.newton.sweep import run_all
 from lssar.experiments.newton.training import Optimisation, finetune, labelled_systems, predict, random_stream
 
 ROOT = Path(__file__).parent.parent.parent
@@ -257,11 +260,9 @@ def test_every_arm_is_run_and_recorded(whole):
 
 def test_stopped_at_any_point_and_gone_on_with_is_the_same(whole, tmp_path):
     """A clock that stops the sweep after ever more steps: in pre-training, between arms, in the probe."""
-    import lssar.experiments.newton.arms as module
-
     sweep = dataclasses.replace(SMALL, mechanisms=("lssar",), seeds=(0,))
     job = jobs_of((sweep,))[0]
-    module.claim((sweep,), tmp_path)
+    claim((sweep,), tmp_path)
     done, starts = False, 0
     while not done:
         starts += 1
@@ -271,7 +272,7 @@ def test_stopped_at_any_point_and_gone_on_with_is_the_same(whole, tmp_path):
             left[0] -= 1
             return left[0] <= 0
 
-        done = module.run_job(job, tmp_path, "cpu", stop, say=lambda line: None)
+        done = run_job(job, tmp_path, "cpu", stop, say=lambda line: None)
         assert starts < 20
     assert starts > 2
     wanted = {name: row for name, row in arms_in(whole).items() if name.startswith("wellposed-lssar-seed0")}
@@ -301,8 +302,6 @@ def test_a_folder_holds_one_sweep(whole):
 
 
 def test_arms_may_be_added_to_a_folder(tmp_path):
-    from lssar.experiments.newton.arms import claim, collect
-
     few = dataclasses.replace(SMALL, seeds=(0,), mechanisms=("softmax",), probe=None)
     claim((few,), tmp_path)
     assert len({row.get("seed") for row in collect(tmp_path)["oracles"]} - {None}) == 1
@@ -321,7 +320,7 @@ def test_two_workers_do_the_same_and_stop_when_told(whole, tmp_path):
     settings = tmp_path / "run.py"
     settings.write_text(
         "import sys\nfrom pathlib import Path\nimport dataclasses\n"
-        "from tests.experiments.test_newton import SMALL\nfrom lssar.experiments.newton.arms import run_all\n"
+        "from tests.experiments.test_newton import SMALL\nfrom lssar.experiments.newton.sweep import run_all\n"
         "from lssar.experiments.newton.training import Optimisation\n"
         "if __name__ == '__main__':\n"
         "    family = dataclasses.replace(SMALL, seeds=(0,), probe=None)\n"

@@ -17,7 +17,7 @@ from lssar.commands.common import console, say_where
 from lssar.records import command_line, environment, write_json
 
 if TYPE_CHECKING:
-    from lssar.experiments.newton.arms import Family
+    from lssar.experiments.newton.families import Family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -68,7 +68,8 @@ class Newton:
         return dataclasses.replace(family, **changes)
 
     def run(self) -> None:
-        from lssar.experiments.newton.arms import SCALES, claim, jobs_of, run_all
+        from lssar.experiments.newton.families import SCALES, claim, jobs_of
+        from lssar.experiments.newton.sweep import run_all
 
         families = tuple(self._changed(family) for family in SCALES[self.scale])
         out = self.out or Path("out") / f"newton-{self.scale}"
@@ -108,7 +109,7 @@ class ReadLaw:
         finish(self.folder)
 
     def read(self) -> None:
-        from lssar.experiments.newton.arms import read_laws
+        from lssar.experiments.newton.results import read_laws
 
         everything = self.arms == "all"
         read_laws(self.folder, everything, self.engine, tuple(self.operators), self.draws, self.size, self.workers)
@@ -159,7 +160,7 @@ def _have(*modules: str) -> bool:
 def write(out: Path, to: Path, overwrite: bool) -> tuple[dict[str, Any], list[Path]]:
     """Gather what is there of a sweep into TO.json and draw it into TO-*.png."""
     from lssar import plots
-    from lssar.experiments.newton.arms import collect
+    from lssar.experiments.newton.results import collect
 
     about = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
     result = {**about, **collect(out)}
