@@ -5,9 +5,11 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from lssar.experiments.newton.orbits import WORLDS, draw, shown
 from lssar.experiments.newton.probe import _calibration, inductive_bias
 from lssar.experiments.newton.report import TABLES, filled
 from lssar.experiments.newton.results import collect, oracles
-from lssar.experiments.newton.sweep import run_all
+from lssar.experiments.newton.sweep import Schedule, effort, run_all
 from lssar.experiments.newton.training import Optimisation, finetune, labelled_systems, predict, random_stream
 
 ROOT = Path(__file__).parent.parent.parent
@@ -288,6 +290,75 @@ def test_finished_arms_are_not_run_again(whole):
     assert run_all((SMALL,), whole, "cpu", say=said.append)
     assert said == []
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*.json")} == before
+
+
+def test_on_a_bare_machine_only_what_is_missing_is_run(whole, tmp_path):
+    """Results travel without OUT/work: an arm that is missing has its model pre-trained again, and no other has."""
+    out = tmp_path / "copy"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "work", ignore_errors=True)
+    wanted = arms_in(out)
+    (out / "arms/wellposed-lssar-seed0-pretrained-4.json").unlink()
+    (out / "arms/wellposed-softmax-seed1-fresh-16.json").unlink()
+    kept = {path: path.stat().st_mtime_ns for path in out.rglob("*.json")}
+    said = []
+    assert run_all((SMALL,), out, "cpu", say=said.append)
+    assert [line.split(":")[0] for line in said if "pre-training" in line] == ["wellposed-lssar-seed0"]
+    assert arms_in(out) == wanted
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_effort_is_what_is_missing(whole, tmp_path):
+    full = Job(SMALL, "lssar", 0)
+    assert effort(full, whole) == 0
+    no_probe = effort(Job(SMALL, "lssar", 1), tmp_path)
+    assert effort(full, tmp_path) > no_probe
+    (tmp_path / "arms").mkdir()
+    for arm, start, _ in full.arms():
+        if start == "pretrained":
+            (tmp_path / "arms" / f"{arm}.json").touch()
+    (tmp_path / "probes").mkdir()
+    (tmp_path / "probes" / f"{full.name}.json").touch()
+    assert 0 < 2 * effort(full, tmp_path) < no_probe  # fresh arms need no pre-training
+
+
+def test_no_job_is_begun_that_would_not_be_finished(tmp_path):
+    jobs = jobs_of((SMALL,))
+    schedule = Schedule(jobs, tmp_path, time.time() + 1000)
+    first = schedule.take()
+    assert first == jobs[0]
+    second = schedule.take()  # with none finished there is nothing to go by
+    schedule.finished(first, 10)
+    assert schedule.take(first).seed == 1
+    schedule.finished(second, 1500)
+    schedule.finished(second, 1500)
+    assert schedule.take() is None
+    assert len(schedule.waiting) == 1
+    schedule.until = None
+    assert schedule.take() is not None
+    assert schedule.take() is None
+
+
+def test_a_worker_goes_on_with_the_mechanism_it_has_compiled(tmp_path):
+    schedule = Schedule(jobs_of((SMALL,)), tmp_path, None)
+    lssar_first, softmax_first = schedule.take(), schedule.take()
+    assert (schedule.take(softmax_first).mechanism, schedule.take(softmax_first).mechanism) == ("softmax", "lssar")
+    schedule = Schedule(jobs_of((SMALL,)), tmp_path, None)
+    schedule.take()
+    assert schedule.take(lssar_first) == softmax_first  # lower seeds first all the same
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_does_not_end_the_others(tmp_path):
+    out = tmp_path / "sweep"
+    family = dataclasses.replace(SMALL, seeds=(0,), probe=None, labels=(4,))
+    (out / "predictions").mkdir(parents=True)
+    (out / "predictions/wellposed-lssar-seed0-pretrained-4.safetensors").mkdir()  # cannot be written
+    said = []
+    with pytest.raises(OSError, match="wellposed-lssar-seed0-pretrained-4"):
+        run_all((family,), out, "cpu", workers=2, say=said.append)
+    assert any(line.startswith("wellposed-lssar-seed0: failed: ") for line in said)
+    assert set(arms_in(out)) == {f"wellposed-softmax-seed0-{start}-4" for start in ("pretrained", "fresh")}
 
 
 def test_a_folder_holds_one_sweep(whole):

@@ -42,12 +42,18 @@ class Newton:
     workers: int | None = None
     """Jobs at a time; one a core on a CPU, 4 on a GPU, if not given."""
     time_limit: float | None = None
-    """Seconds after which to save and end; the same command goes on."""
+    """Seconds after which to save and end; the same command goes on. Jobs that would take longer are not begun."""
     device: str = DEVICE
+    compile: bool = True
+    """On a GPU: blocks of the models by torch.compile, in longer training runs."""
+    graphs: bool = True
+    """On a GPU: each training step as one CUDA graph."""
     keep_weights: bool = False
     """Keep the pre-trained weights in OUT/work."""
     laws: bool = True
     """Read formulas too, where pyoperon is installed; `lssar newton read-law` does it later and elsewhere."""
+    summary: bool = True
+    """Gather and draw the results at the end; `lssar newton publish` does it later and elsewhere."""
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Newton | ReadLaw | Publish | Report:
@@ -69,23 +75,27 @@ class Newton:
 
     def run(self) -> None:
         from lssar.experiments.newton.families import SCALES, claim, jobs_of
+        from lssar.experiments.newton.steps import Execution
         from lssar.experiments.newton.sweep import run_all
 
         families = tuple(self._changed(family) for family in SCALES[self.scale])
         out = self.out or Path("out") / f"newton-{self.scale}"
         jobs = jobs_of(families)
-        workers = self.workers or min(len(jobs), 4 if self.device.startswith("cuda") else os.cpu_count() or 1)
+        cuda = self.device.startswith("cuda")
+        workers = self.workers or min(len(jobs), 4 if cuda else os.cpu_count() or 1)
         arms = sum(len(list(job.arms())) for job in jobs)
         console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
         claim(families, out)
         if not all((out / "arms" / f"{arm}.json").exists() for job in jobs for arm, _, _ in job.arms()):
             write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
-        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights)
+        how = Execution(compile=cuda and self.compile, graph=cuda and self.graphs)
+        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights, how=how)
         if not done:
             console.print("not all arms are finished; the same command goes on", highlight=False)
         elif self.laws and _have("pyoperon", "sympy"):
             ReadLaw(out, draws=3, workers=workers).read()
-        finish(out)
+        if self.summary:
+            finish(out)
 
 
 @dataclass

@@ -10,6 +10,7 @@ OUT/work/JOB            weights while a job is under way
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 import time
 from collections.abc import Callable
@@ -20,11 +21,12 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from lssar.experiments.newton.families import Job, label_pool, test_points, test_systems
+from lssar.experiments.newton.families import Arm, Job, label_pool, test_points, test_systems
 from lssar.experiments.newton.law import exponents, r_squared
 from lssar.experiments.newton.model import OrbitModel, orbit_model_config
 from lssar.experiments.newton.orbits import WORLDS
 from lssar.experiments.newton.probe import inductive_bias
+from lssar.experiments.newton.steps import EAGER, Execution
 from lssar.experiments.newton.training import (
     OutOfTime,
     finetune,
@@ -47,27 +49,33 @@ def print_line(line: str) -> None:
     print(line, flush=True)
 
 
+def missing(job: Job, out: Path) -> tuple[list[Arm], bool]:
+    """What is not there yet of a job: its arms, and whether the probe."""
+    family = job.family
+    arms = [arm for arm in job.arms() if not (out / "arms" / f"{arm[0]}.json").exists()]
+    probe = family.probe is not None and job.seed in family.probe_seeds
+    return arms, probe and not (out / "probes" / f"{job.name}.json").exists()
+
+
 def run_job(
     job: Job, out: Path, device: str, stop: Callable[[], bool] = lambda: False, keep_weights: bool = False,
-    say: Callable[[str], None] = print_line,
+    say: Callable[[str], None] = print_line, how: Execution = EAGER,
 ) -> bool:  # fmt: skip
     """Do what is missing of a job; True when nothing is, False when told to stop before that."""
-    missing = [arm for arm in job.arms() if not (out / "arms" / f"{arm[0]}.json").exists()]
-    family = job.family
-    probed = family.probe is None or job.seed not in family.probe_seeds
-    probed = probed or (out / "probes" / f"{job.name}.json").exists()
-    if not missing and probed:
+    arms, probe = missing(job, out)
+    if not arms and not probe:
         return True
     if stop():
         return False
+    how = dataclasses.replace(how, dtype=job.family.dtype)
     try:
         starts = {"fresh": _new_model(job, device)}
-        if not probed or any(start == "pretrained" for _, start, _ in missing):
-            starts["pretrained"] = _pretrained(job, out, device, stop, say)
-        if missing:
-            _arms(job, missing, starts, out, device, stop, say)
-        if not probed:
-            _probe(job, starts["pretrained"], out, stop, say)
+        if probe or any(start == "pretrained" for _, start, _ in arms):
+            starts["pretrained"] = _pretrained(job, out, device, how, stop, say)
+        if arms:
+            _arms(job, arms, starts, out, device, how, stop, say)
+        if probe:
+            _probe(job, starts["pretrained"], out, how, stop, say)
     except OutOfTime:
         return False
     if not keep_weights:
@@ -83,17 +91,17 @@ def _new_model(job: Job, device: str) -> OrbitModel:
 
 
 def _pretrained(
-    job: Job, out: Path, device: str, stop: Callable[[], bool], say: Callable[[str], None]
+    job: Job, out: Path, device: str, how: Execution, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> OrbitModel:  # fmt: skip
     family, settings = job.family, job.family.pretrain
     model = _new_model(job, device)
     optimiser = optimiser_of(model, settings)
     folder, record = out / "work" / job.name, out / "pretrained" / f"{job.name}.json"
     processes = Processes(0, 1, torch.device(device))
-    step, before = 0, 0.0
+    step, seconds = 0, 0.0
     if (found := checkpoints.latest(folder)) is not None:
         state = checkpoints.restore(found, model, [optimiser])
-        step, before = state["step"], state["seconds"]
+        step, seconds = state["step"], state["seconds"]
     batches = orbit_batches(model.world, settings.batch, family.tokens, job.seed, device, start=step)
     began = time.monotonic()
 
@@ -102,10 +110,11 @@ def _pretrained(
             say(f"{job.name}: pre-training {step}/{settings.steps}, loss {loss:.4g}")
 
     reached = minimise(
-        model, optimiser, lambda _: model.next_loss(*next(batches)), settings, family.dtype, step, stop, report
-    )
+        model, optimiser, model.next_loss, lambda _: next(batches), settings,
+        how.for_tokens(settings.steps * settings.batch * family.tokens), step, stop, report,
+    )  # fmt: skip
     if reached > step:
-        seconds = before + time.monotonic() - began
+        seconds += time.monotonic() - began
         checkpoints.save(folder, reached, model, [optimiser], {"seconds": seconds}, processes, keep=1)
     if reached < settings.steps:
         say(f"{job.name}: stopped at step {reached}; the same command goes on")
@@ -115,7 +124,7 @@ def _pretrained(
             "job": job.name, "world": family.world, "mechanism": job.mechanism, "seed": job.seed,
             "parameters": model.parameter_count(), "steps": settings.steps,
             "sequences": settings.steps * settings.batch, "seconds": round(seconds, 1),
-            **validation(model, family.tokens, family.dtype), "environment": environment(),
+            **validation(model, family.tokens, how), "environment": environment(),
         }  # fmt: skip
         write_json(record, told)
         say(f"{job.name}: next step foretold to {told['rms_error']:.3g} (no motion {told['rms_error_no_motion']:.3g})")
@@ -123,18 +132,18 @@ def _pretrained(
 
 
 def _arms(
-    job: Job, missing: list[tuple[str, str, int]], starts: dict[str, OrbitModel], out: Path, device: str,
+    job: Job, arms: list[Arm], starts: dict[str, OrbitModel], out: Path, device: str, how: Execution,
     stop: Callable[[], bool], say: Callable[[str], None],
 ) -> None:  # fmt: skip
     family = job.family
     data = label_pool(family, job.seed, device)
     test, step = test_systems(family, device)
     points = test_points(family)
-    for name, start, labels in missing:
+    for name, start, labels in arms:
         began = time.monotonic()
         model = copy.deepcopy(starts[start])
-        scale = finetune(model, data, data.log_force[:labels], family.finetune, job.seed, family.dtype, stop)
-        told = predict(model, test, *scale, family.dtype)
+        scale = finetune(model, data, data.log_force[:labels], family.finetune, job.seed, how, stop)
+        told = predict(model, test, *scale, how)
         log_force = told.gather(1, step)[:, 0].cpu().numpy().astype(np.float64)
         kept = {"log_force": log_force.astype(np.float32), "drawn": told[:DRAWN].cpu().numpy()}
         write_file(out / "predictions" / f"{name}.safetensors", partial(save_file, kept), overwrite=True)
@@ -148,12 +157,12 @@ def _arms(
 
 
 def _probe(
-    job: Job, model: OrbitModel, out: Path, stop: Callable[[], bool], say: Callable[[str], None]
+    job: Job, model: OrbitModel, out: Path, how: Execution, stop: Callable[[], bool], say: Callable[[str], None]
 ) -> None:  # fmt: skip
     family = job.family
     assert family.probe is not None
     result = inductive_bias(
-        model, family.tokens, family.first, family.probe, family.probe_functions, job.seed, dtype=family.dtype,
+        model, family.tokens, family.first, family.probe, family.probe_functions, job.seed, how=how,
         stop=stop,
     )  # fmt: skip
     about = {"job": job.name, "world": family.world, "mechanism": job.mechanism, "seed": job.seed}

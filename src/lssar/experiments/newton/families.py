@@ -75,7 +75,7 @@ SCALES: dict[str, tuple[Family, ...]] = {
             pretrain=Optimisation(steps=1200, batch=32, lr=4e-3), finetune=Optimisation(steps=1000, batch=64, lr=3e-3),
         ),
     ),
-    "h200": (  # about eight minutes on one H200
+    "h200": (  # for one H200
         Family(
             world="wellposed", size="10m", tokens=64, dtype="bfloat16",
             pretrain=Optimisation(steps=1500, batch=256, lr=1e-3, warmup=100),
@@ -97,6 +97,10 @@ SCALES["109m"] = tuple(  # the original's model; hours, not minutes
 )
 
 
+Arm = tuple[str, str, int]
+"""Name, start, labels."""
+
+
 @dataclass(frozen=True)
 class Job:
     family: Family
@@ -107,8 +111,8 @@ class Job:
     def name(self) -> str:
         return f"{self.family.world}-{self.mechanism.replace(',', '-').replace('=', '')}-seed{self.seed}"
 
-    def arms(self) -> Iterator[tuple[str, str, int]]:
-        """(name, start, labels), the most telling first."""
+    def arms(self) -> Iterator[Arm]:
+        """The most telling first."""
         for labels in sorted(self.family.labels, reverse=True):
             for start in self.family.starts:
                 yield f"{self.name}-{start}-{labels}", start, labels

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lssar.experiments.newton.model import OrbitModel
+from lssar.experiments.newton.steps import EAGER, Execution
 from lssar.experiments.newton.training import (
     Optimisation,
     finetune,
@@ -27,7 +28,7 @@ from lssar.experiments.newton.training import (
 
 def inductive_bias(
     model: OrbitModel, tokens: int, first: int, settings: Optimisation, functions: int, seed: int = 0,
-    examples: int = 100, labels_each: int = 2, asked: int = 300, bins: int = 20, dtype: str = "float32",
+    examples: int = 100, labels_each: int = 2, asked: int = 300, bins: int = 20, how: Execution = EAGER,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:  # fmt: skip
     """Mean distances of model and oracle over pairs of held-out states, in bins; and R^2 on the functions themselves.
@@ -52,8 +53,8 @@ def inductive_bias(
         chosen = torch.zeros(examples, K, dtype=torch.bool, device=device)
         chosen.scatter_(1, torch.from_numpy(np.argsort(rng.random((examples, K)))[:, :labels_each]).to(device), True)
         adapted = copy.deepcopy(model)
-        scale = finetune(adapted, known, states @ direction, settings, seed * 1000 + function, dtype, stop, chosen)
-        said = predict(adapted, new, *scale, dtype)[torch.arange(asked, device=device), step].cpu().double()
+        scale = finetune(adapted, known, states @ direction, settings, seed * 1000 + function, how, stop, chosen)
+        said = predict(adapted, new, *scale, how)[torch.arange(asked, device=device), step].cpu().double()
         oracle = _linear(states[chosen], (states @ direction)[chosen], elsewhere)
         true = (elsewhere @ direction).cpu().double()
         for name, values in (("model", said), ("oracle", oracle)):

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 from lssar.experiments.newton.model import OrbitModel
 from lssar.experiments.newton.orbits import Systems, Tracks, World, draw, from_bins, shown, two_body_tracks
+from lssar.experiments.newton.steps import EAGER, Batch, Execution, Steps
 
 ROLES = {"pretrain": 0, "labels": 1, "test": 2, "probe": 3, "validate": 4}
 """What systems are for. Each use has a random stream of its own, so that no test system is ever labelled."""
+
+REPORT_EVERY = 100
+"""Steps."""
 
 CHUNK = 4096
 """Systems that are worked out at once in pre-training."""
@@ -112,31 +116,26 @@ def optimiser_of(model: nn.Module, settings: Optimisation) -> torch.optim.Optimi
 
 
 def minimise(
-    model: nn.Module, optimiser: torch.optim.Optimizer, loss_of: Callable[[int], Tensor], settings: Optimisation,
-    dtype: str = "float32", start: int = 0, stop: Callable[[], bool] = lambda: False,
-    report: Callable[[int, float], None] | None = None,
+    model: OrbitModel, optimiser: torch.optim.Optimizer, loss_of: Callable[..., Tensor],
+    batch_of: Callable[[int], Batch], settings: Optimisation, how: Execution = EAGER, start: int = 0,
+    stop: Callable[[], bool] = lambda: False, report: Callable[[int, float], None] | None = None,
 ) -> int:  # fmt: skip
-    """Steps `start`.. until done or told to `stop`; returns the step reached."""
-    device = next(model.parameters()).device
+    """Steps `start`.. on `loss_of(*batch_of(step))` until done or told to `stop`; returns the step reached."""
     model.train()
-    for step in range(start, settings.steps):
-        if stop():
-            return step
-        for group in optimiser.param_groups:
-            group["lr"] = settings.rate(step)
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = loss_of(step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        if report is not None and ((step + 1) % 100 == 0 or step + 1 == settings.steps):
-            report(step + 1, float(loss.detach()))
+    with Steps(model, optimiser, loss_of, settings.clip, how) as take:
+        for step in range(start, settings.steps):
+            if stop():
+                return step
+            loss = take(settings.rate(step), batch_of(step))
+            if (step + 1) % REPORT_EVERY == 0 or step + 1 == settings.steps:
+                value = float(loss)  # also waits for a GPU, so that it is never far behind what `stop` knows
+                if report is not None:
+                    report(step + 1, value)
     return settings.steps
 
 
 def finetune(
-    model: OrbitModel, data: Labelled, targets: Tensor, settings: Optimisation, seed: int, dtype: str = "float32",
+    model: OrbitModel, data: Labelled, targets: Tensor, settings: Optimisation, seed: int, how: Execution = EAGER,
     stop: Callable[[], bool] = lambda: False, chosen: Tensor | None = None,
 ) -> tuple[float, float]:  # fmt: skip
     """All weights and a new head, on `targets` (n, K) of the first n systems of `data`; returns mean and deviation.
@@ -157,31 +156,31 @@ def finetune(
     order = np.stack([rng.choice(count, batch, replace=False) for _ in range(settings.steps)])
     batches = torch.from_numpy(order).to(targets.device)  # at once: a copy a step would keep a GPU waiting
 
-    def loss_of(step: int) -> Tensor:
-        rows = batches[step]
+    def loss_of(rows: Tensor) -> Tensor:
         square = (model.force(data.interval[rows], data.shown[rows], data.at) - wanted[rows]).square()
         return square.mean() if weight is None else (square * weight[rows]).sum() / weight[rows].sum()
 
-    if minimise(model, optimiser_of(model, settings), loss_of, settings, dtype, 0, stop) < settings.steps:
+    how = how.for_tokens(settings.steps * batch * data.shown.shape[1])
+    optimiser = optimiser_of(model, settings)
+    if minimise(model, optimiser, loss_of, lambda step: (batches[step],), settings, how, 0, stop) < settings.steps:
         raise OutOfTime
     return mean, deviation
 
 
 @torch.no_grad()
-def predict(
-    model: OrbitModel, data: Labelled, mean: float, deviation: float, dtype: str = "float32", batch: int = 256
-) -> Tensor:
+def predict(model: OrbitModel, data: Labelled, mean: float, deviation: float, how: Execution = EAGER) -> Tensor:
     """What the head was trained to say, (N, K), float32; a log force, usually."""
     model.eval()
     parts = []
+    batch = 2048 if data.shown.is_cuda else 256
     for interval, tokens in zip(data.interval.split(batch), data.shown.split(batch)):
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        with how.autocast(tokens.device):
             parts.append(model.force(interval, tokens, data.at))
     return torch.cat(parts).float() * deviation + mean
 
 
 @torch.no_grad()
-def validation(model: OrbitModel, tokens: int, dtype: str = "float32", count: int = 512) -> dict[str, float]:
+def validation(model: OrbitModel, tokens: int, how: Execution = EAGER, count: int = 512) -> dict[str, float]:
     """How well the next step is foretold on fresh two-body systems: the loss, and the error in units of length.
 
     For comparison the errors of guessing no motion, and motion as in the last step.
@@ -191,7 +190,7 @@ def validation(model: OrbitModel, tokens: int, dtype: str = "float32", count: in
     model.eval()
     losses, said = [], []
     for interval, part in zip(systems.interval.split(128), shown(systems, tokens - 1).split(128)):
-        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        with how.autocast(device):
             losses.append(model.next_loss(interval, part).float())
             said.append(model.next_shown(interval, part))
     stride = 1 if world.reading == "positions" else 2
