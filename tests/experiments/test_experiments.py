@@ -6,7 +6,9 @@ import json
 import math
 import re
 import shlex
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import lssar.experiments.arms as arms_module
 from lssar.cli import main
 from lssar.commands.train import Train
 from lssar.evaluation.overflow import model_overflow, synthetic_overflow
-from lssar.experiments import EXPERIMENTS, SCALES, arms_of, collect, report
+from lssar.experiments import EXPERIMENTS, SCALES, arms_of, collect, report, runner
 from lssar.experiments.arms import Row
 from lssar.experiments.claims import CLAIMS, rank_correlation
 from lssar.experiments.dry_run import plan
@@ -92,6 +94,19 @@ def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
         assert not (scale.results / f"{held.key}.json").exists()
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # whoever held it is gone
     assert (scale.results / f"{held.key}.json").exists()
+
+
+def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
+    clock = iter(range(0, 10_000, 100))  # every arm takes 100 s by it, and nearly none by the clock of the deadline
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, watch, say: None)
+    arguments = ("table1", "--scale", "smoke", "--out", str(small), "--time-limit", "90")
+    assert reproduce(*arguments, "--whole-arms") == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"arm (\d) of 4", said) == ["1"]
+    assert said.count("would take 100 s") == 3
+    assert reproduce(*arguments) == 0
+    assert re.findall(r"arm (\d) of 4", capsys.readouterr().out) == ["1", "2", "3", "4"]
 
 
 def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):

@@ -39,6 +39,8 @@ class Reproduce:
     """Folder of benchmark files for `downstream`; data/bench, if not given. Without it nothing else is missed."""
     time_limit: float | None = None
     """Seconds after which to save and end, within an arm if need be."""
+    whole_arms: bool = False
+    """With --time-limit: begin no arm that would likely not be finished, for a machine whose disk is gone afterwards."""
     workers: int = 1
     """Processes that share the machine, an arm each."""
     compile: bool | None = None
@@ -83,7 +85,7 @@ class Reproduce:
         deadline = time.time() + self.time_limit if self.time_limit is not None else None
         queue = Queue(
             arms=tuple(arms), scale=scale, data=prepare_data(scale, self.data), command=command, deadline=deadline,
-            compile=self.compile, required=required(wanted, scale), bench=self.bench,
+            whole_arms=self.whole_arms, compile=self.compile, required=required(wanted, scale), bench=self.bench,
         )  # fmt: skip
         done = sum(map(queue.finished, arms))
         steps, batch = scale.base.steps, scale.base.batch_tokens

@@ -61,6 +61,8 @@ class Queue:
     """Folder of benchmark files."""
     deadline: float | None = None
     """Of time.time()."""
+    whole_arms: bool = False
+    """Begin none that would likely not be finished by the deadline, judged by those that this process has done."""
     compile: bool | None = None
     """In place of the recipe's; not part of an arm's identity."""
 
@@ -151,16 +153,23 @@ def _worker(queue: Queue, failures: Any) -> None:
 
 def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
     failed: list[str] = []
+    pace = 0.0  # seconds a step of the slowest arm so far
     for number, arm in enumerate(queue.arms, 1):
         if queue.finished(arm):
+            continue
+        left, likely = queue.time_left(), pace * arm.recipe.steps
+        if queue.whole_arms and left is not None and left < likely:
+            say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
             continue
         with _claim(queue.run(arm)) as mine:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
                 continue
             again = " (its figures are there, but not all that is asked for now)" if queue.result(arm).exists() else ""
             say(f"arm {number} of {len(queue.arms)}: {arm.key}{again}")
+            began = time.monotonic()
             try:
                 run_arm(queue, arm, watch, say)
+                pace = max(pace, (time.monotonic() - began) / arm.recipe.steps)
             except Stopped as reason:
                 say(f"stopped: {reason}; the same command goes on")
                 return failed
