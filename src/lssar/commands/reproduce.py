@@ -40,7 +40,7 @@ class Reproduce:
     time_limit: float | None = None
     """Seconds after which to save and end, within an arm if need be."""
     whole_arms: bool = False
-    """With --time-limit: begin no arm that would likely not be finished, for a machine whose disk is gone afterwards."""
+    """With --time-limit: begin no arm that is unlikely to be finished, where the disk goes with the machine."""
     workers: int = 1
     """Processes that share the machine, an arm each."""
     compile: bool | None = None
