@@ -71,7 +71,7 @@ def assert_same(one, other, tolerance):
 # Compiled blocks.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_is_the_same_and_is_compiled_once(backend, dtype, monkeypatch):
     from torch._dynamo.utils import counters
