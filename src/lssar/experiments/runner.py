@@ -121,7 +121,8 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
         return _work(queue, watch, say)
     context = multiprocessing.get_context("spawn")
     failures: Any = context.Queue()
-    processes = [context.Process(target=_worker, args=(queue, failures)) for _ in range(workers)]
+    threads = max(1, torch.get_num_threads() // workers)
+    processes = [context.Process(target=_worker, args=(queue, failures, threads)) for _ in range(workers)]
     for process in processes:
         process.start()
 
@@ -145,7 +146,8 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     return failed
 
 
-def _worker(queue: Queue, failures: Any) -> None:
+def _worker(queue: Queue, failures: Any, threads: int) -> None:
+    torch.set_num_threads(threads)  # more than there are cores wait for each other: forty times slower was seen
     os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once: a second signal would end at once
     for key in _work(queue, quietly, lambda text: print(text, flush=True)):
         failures.put(key)
