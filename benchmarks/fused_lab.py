@@ -269,6 +269,40 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             )
 
 
+def decode_norms(
+    shapes=((1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (1, 16, 16, 64, 32768),
+            (1, 16, 16, 64, 131072), (16, 16, 16, 64, 32768)),
+):  # fmt: skip
+    """Unit keys against raw ones whose norms come by the tensor cores or in registers, and numbers of splits."""
+    from triton.testing import do_bench_cudagraph
+
+    from lssar.ops.fused import decode as module
+
+    for batch, heads, kv_heads, d, length in shapes:
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        unit = F.normalize(k.float(), dim=-1).bfloat16()
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=heads != kv_heads)
+            cudnn = do_bench_cudagraph(grouped, rep=25, return_mode="median")
+        expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
+        split = {f"unit{n}": max(1, n * 132 // (batch * kv_heads)) for n in (8, 16)}  # programs a multiprocessor
+        settings = {
+            "unit": (unit, {"unit_keys": True}),
+            **{name: (unit, {"unit_keys": True, "splits": splits}) for name, splits in split.items()},
+            "product w4": (k, {}),
+            "product w2": (k, {"warps": 2}),
+            "product w4 s2": (k, {"stages": 2}),
+            "fast w4": (k, {"norms": "fast"}),
+        }
+        shown = [f"cudnn {cudnn * 1e3:.1f}"]
+        for name, (keys, how) in settings.items():
+            run = partial(module.decode, q, keys, v, 15.0, None, None, 2**-10, **how)
+            off = float((run() - expected).float().norm() / expected.float().norm())
+            time = do_bench_cudagraph(run, rep=25, return_mode="median")
+            shown.append(f"{name} {time * 1e3:.1f} {time / cudnn:.2f}x ({off:.0e})")
+        print(batch, heads, kv_heads, d, length, *shown, sep="  ", flush=True)
+
+
 def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16, 64, 32768))):
     """Block, warps, stages and programs a multiprocessor of the decode kernels, keys with and without their norms."""
     from triton.testing import do_bench_cudagraph
@@ -325,6 +359,8 @@ if __name__ == "__main__":
         check()
     elif command == "decode_sweep":
         decode_sweep()
+    elif command == "decode_norms":
+        decode_norms()
     elif command == "decode":
         decode()
     elif command == "ratios":

@@ -48,9 +48,12 @@ def test_a_broken_file_is_said_and_left_alone(tiles):
 def test_candidates_fit_the_warps():
     from lssar.ops.fused import tiles, tune
 
-    for kernel, d in (("forward", 64), ("query_gradient", 128), ("key_gradient_hopper", 128)):
-        every = list(tune.candidates(kernel, tiles.HOPPER[(kernel, d, 2)]))
+    kernels = ("forward", "forward_hopper", "query_gradient", "query_gradient_hopper", "key_gradient_hopper")
+    for kernel in kernels:
+        every = list(tune.candidates(kernel, tiles.HOPPER[(kernel, 128, 2)]))
         assert len(every) == len(set(every)) > 2
+        if kernel.endswith("_hopper"):  # a warp group of four for 64 rows of the product, which are keys for dk and dv
+            assert all((t.n if kernel.startswith("key") else t.m) == 16 * t.warps for t in every)
 
 
 def test_a_card_with_less_shared_memory_gets_smaller_tiles(tiles, monkeypatch):

@@ -147,7 +147,7 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
 
 
 def _worker(queue: Queue, failures: Any, threads: int) -> None:
-    torch.set_num_threads(threads)  # more than there are cores wait for each other: forty times slower was seen
+    torch.set_num_threads(threads)  # more than there are cores wait for each other
     os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once: a second signal would end at once
     for key in _work(queue, quietly, lambda text: print(text, flush=True)):
         failures.put(key)

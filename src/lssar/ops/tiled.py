@@ -9,7 +9,6 @@ Shape letters: B batch, h key heads, g query heads per key head, R rows and K ke
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -213,20 +212,6 @@ def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Ten
     return dq.flatten(1, 2), dk, dv
 
 
-@contextlib.contextmanager
-def _precision(q: Tensor) -> Iterator[None]:
-    """No autocast. On a GPU, products for half types in TF32, which keeps as many digits as float16 has."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    with torch.autocast(q.device.type, enabled=False):
-        if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-            products.fp32_precision = "tf32"
-        try:
-            yield
-        finally:
-            products.fp32_precision = before
-
-
 @lru_cache(maxsize=256)
 def _spec(literal: str) -> AttentionSpec:
     return AttentionSpec.from_literal(literal)
@@ -253,7 +238,7 @@ def _compiled(
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> Tensor:
-    with _precision(q):
+    with torch.autocast(q.device.type, enabled=False):
         compiled = _compiled(q, k, v, start, stop, mask, spec)
         if compiled is not None:
             o = native.forward(*compiled, normalize=True)
@@ -274,7 +259,7 @@ def _(q, k, v, start, stop, mask, spec):
 def tiled_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with _precision(q):
+    with torch.autocast(q.device.type, enabled=False):
         compiled = _compiled(q, k, v, start, stop, mask, spec)
         if compiled is not None:
             grads = native.backward(do.to(compiled[0].dtype), *compiled, normalize=True)
@@ -321,7 +306,7 @@ def tiled_weights(
 ) -> Tensor:
     """The weights (B, Hq, Lq, Lk) that `tiled_forward` uses, for looking at; no gradient."""
     out = q.new_zeros(*q.shape[:3], k.shape[2])
-    with _precision(q):
+    with torch.autocast(q.device.type, enabled=False):
         grouped = out.unflatten(1, (k.shape[1], -1))
         o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False), grouped)
         if not finite(o, out):

@@ -28,8 +28,10 @@ def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
                 for stages in (2, 3):
                     for registers in (None, 128, 168):
                         tile = dataclasses.replace(now, m=m, n=n, n1=0, warps=warps, stages=stages, registers=registers)
-                        if gluon and ((registers or 168) != 168 or max(m, n) < 64 or m * 4 != warps * 64):
-                            continue  # one warp group for 64 rows of the product
+                        rows, others = (n, m) if kernel.startswith("key") else (m, n)  # of the product
+                        least = 32 if kernel.startswith("forward") else 64  # backward takes tiles in quarters
+                        if gluon and ((registers or 168) != 168 or rows != 16 * warps or others < least):
+                            continue  # one warp group for 64 rows
                         if m * n > 128 * 64 * (warps // 4) or tile in seen:
                             continue
                         seen.add(tile)
