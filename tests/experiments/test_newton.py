@@ -25,7 +25,7 @@ from lssar.experiments.newton.law import Points, exponents, nearest_neighbours, 
 from lssar.experiments.newton.model import OrbitModel, orbit_model_config
 from lssar.experiments.newton.orbits import WORLDS, draw, shown
 from lssar.experiments.newton.probe import _calibration, inductive_bias
-from lssar.experiments.newton.report import TABLES, filled
+from lssar.experiments.newton.report import TABLES, filled, source
 from lssar.experiments.newton.results import collect, oracles
 from lssar.experiments.newton.sweep import Schedule, effort, run_all
 from lssar.experiments.newton.training import Optimisation, finetune, labelled_systems, predict, random_stream
@@ -504,6 +504,12 @@ def test_flags_change_the_scale(tmp_path):
     about = (out / "run.json").read_text()
     main(flags)
     assert (out / "run.json").read_text() == about  # nothing was left to run: its origin stays
+    (out / "arms" / f"{arm['arm']}.json").unlink()
+    main(flags)
+    result = json.loads((out / "newton.json").read_text())
+    first = json.loads(about)
+    assert result["earlier"] == [{"command": first["command"], "environment": first["environment"]}]
+    assert "1 of 1 arms, in 2 sittings:\n\n- " in source(result)
     (family,) = families_in(out)
     assert (family.pretrain.steps, family.finetune.steps) == (2, 2)
 

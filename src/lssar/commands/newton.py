@@ -87,7 +87,8 @@ class Newton:
         console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
         claim(families, out)
         if not all((out / "arms" / f"{arm}.json").exists() for job in jobs for arm, _, _ in job.arms()):
-            write_json(out / "run.json", {"command": command_line(), "environment": environment()}, overwrite=True)
+            sitting = {"command": command_line(), "environment": environment()}
+            write_json(out / "run.json", {**sitting, "earlier": _sittings(out)}, overwrite=True)
         how = Execution(compile=cuda and self.compile, graph=cuda and self.graphs)
         done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights, how=how)
         if not done:
@@ -161,6 +162,15 @@ class Report:
             say_where([write_file(self.page, lambda p: p.write_text(text), overwrite=True)])
 
 
+def _sittings(out: Path) -> list[dict[str, Any]]:
+    """Commands and machines that worked on a sweep, in order: arms that are finished stay from the sitting they had."""
+    path = out / "run.json"
+    if not path.exists():
+        return []
+    last = json.loads(path.read_text())
+    return [*last.pop("earlier", []), last]
+
+
 def _have(*modules: str) -> bool:
     import importlib.util
 
@@ -172,7 +182,8 @@ def write(out: Path, to: Path, overwrite: bool) -> tuple[dict[str, Any], list[Pa
     from lssar import plots
     from lssar.experiments.newton.results import collect
 
-    about = json.loads((out / "run.json").read_text()) if (out / "run.json").exists() else {}
+    sittings = _sittings(out)
+    about = {**sittings[-1], "earlier": sittings[:-1]} if sittings else {}
     result = {**about, **collect(out)}
     files = [write_json(to.with_name(f"{to.name}.json"), result, overwrite)]
     if result["arms"] and _have("matplotlib"):

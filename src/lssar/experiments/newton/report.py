@@ -152,14 +152,18 @@ def findings(result: Row) -> str:
 
 
 def source(result: Row) -> str:
-    machine = result["environment"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     done = f"{len(result['arms'])} of {result['wanted']} arms"
-    commit = str(machine["commit"])[:12]
-    return (
-        f"{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {commit}; {done}. Command: "
-        f"`{result['command']}`.\n"
-    )
+    earlier = result.get("earlier", [])
+    if not earlier:
+        return f"{_sitting(result)}; {done}. Command: `{result['command']}`.\n"
+    lines = [f"- {_sitting(sitting)}: `{sitting['command']}`\n" for sitting in (*earlier, result)]
+    return f"{done}, in {len(lines)} sittings:\n\n{''.join(lines)}"
+
+
+def _sitting(record: Row) -> str:
+    machine = record["environment"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
+    return f"{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}"
 
 
 TABLES: dict[str, Callable[[Row], str]] = {
