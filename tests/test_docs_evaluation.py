@@ -11,7 +11,8 @@ from lssar.commands.evaluate import Evaluate
 from lssar.commands.train import Train
 from tests.evaluation.test_downstream import write_examples
 
-PAGE = (Path(__file__).parent.parent / "docs/evaluation.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/evaluation.md").read_text()
 SMALL = {"train": ["--steps", "2"], "retrieval": ["--samples", "1"], "downstream": []}
 
 
@@ -37,6 +38,8 @@ def test_flags():
                 assert Evaluate.parse(words[1:])
             case "train":
                 assert Train.parse(words[1:]).recipe.retrieval_share > 0
+            case "plot":
+                assert all((ROOT / file).exists() for file in words[1:])
             case other:
                 assert other == "export"
 

@@ -178,6 +178,7 @@ def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) 
         len(arms) + len(rules), len(tasks), figsize=(3.1 * len(tasks) + 0.5, 1.7 * len(arms) + 4.4), squeeze=False,
         height_ratios=[1.0] * len(arms) + [1.3] * len(rules), layout="constrained",
     )  # fmt: skip
+    multiples = sorted({row["length"] // arm["train_length"] for arm in arms for row in arm["rows"]})
     image = None
     for line, arm in zip(axes, arms):
         for axis, task in zip(line, tasks):
@@ -189,9 +190,12 @@ def plot_retrieval(result: dict[str, Any], path: Path, overwrite: bool = False) 
                 axis.axis("off")
                 continue
             depths = [cell["depth"] for cell in rows[0]["cells"]]
-            grid = [[row["cells"][i]["greedy"]["rate"] for row in rows] for i in range(len(depths))]
+            at = {row["length"] // arm["train_length"]: row["cells"] for row in rows}
+            grid = [  # lengths that were not read stay empty
+                [at[m][i]["greedy"]["rate"] if m in at else float("nan") for m in multiples] for i in range(len(depths))
+            ]
             image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
-            axis.set_xticks(range(len(rows)), [f"{row['length'] // arm['train_length']}x" for row in rows])
+            axis.set_xticks(range(len(multiples)), [f"{m}x" for m in multiples])
             axis.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
             if task == tasks[0]:
                 axis.set_ylabel(f"{arm['label']}\ndepth")

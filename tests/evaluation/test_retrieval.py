@@ -1,6 +1,7 @@
 """The scores are the model's: against a model that reads everything anew, and against ones whose answers are known."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -162,6 +163,19 @@ def test_the_command(tmp_path, capsys, monkeypatch):
             main([*arguments, *words])
         assert message in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "r.json").read_text()) == result
+
+    # a later step in another file takes the place of the earlier one; lengths that it lacks stay empty
+    later = {**result, "arms": [{**arm, "step": arm["step"] + 1, "label": "the later", "rows": arm["rows"][:2]}]}
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    main(["plot", "r.json", "later.json", "--out", "both"])
+    drawn = re.findall(r"<!-- (.*?) -->", (tmp_path / "both.svg").read_text())
+    assert "the later" in drawn
+    assert "lssar, window 64" in drawn
+    assert "lssar" not in drawn
+    (tmp_path / "other.json").write_text('{"curves": []}')
+    with pytest.raises(SystemExit, match="2"):
+        main(["plot", "r.json", "other.json"])
+    assert "other.json holds no figures of retrieval" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("attention", ["lssar", "cosine_softmax"])

@@ -88,7 +88,8 @@ def draw(plot: Callable[..., Path], result: dict[str, Any], out: Path, overwrite
 
 @dataclass
 class Plot:
-    """Draw JSON files of `lssar eval length` or `lssar demo` in one figure: some may be made elsewhere, or later."""
+    """Draw JSON files of `lssar eval length`, `lssar demo` or `lssar eval retrieval` in one figure: some may be made
+    elsewhere, or later. Of a run whose retrieval was read at several steps the last is drawn."""
 
     files: tyro.conf.Positional[list[Path]]
     out: Path | None = None
@@ -96,17 +97,24 @@ class Plot:
     overwrite: bool = False
 
     def run(self) -> None:
-        from lssar.plots import plot_length
+        from lssar.plots import plot_length, plot_retrieval
 
         if not self.files:
             raise ValueError("which JSON files? See `lssar plot --help`")
-        curves = []
-        for file in self.files:
-            result = json.loads(file.read_text())
-            if "curves" not in result:
-                raise ValueError(f"{file} holds no curves of loss by length")
-            curves += result["curves"]
-        say_where(draw(plot_length, {"curves": curves}, self.out or self.files[0], self.overwrite))
+        results = [json.loads(file.read_text()) for file in self.files]
+        kind = "arms" if "arms" in results[0] else "curves"
+        for file, result in zip(self.files, results):
+            if kind not in result:
+                what = {"arms": "figures of retrieval", "curves": "curves of loss by length"}[kind]
+                raise ValueError(f"{file} holds no {what}")
+        drawn = [entry for result in results for entry in result[kind]]
+        plot: Callable[..., Path] = plot_length
+        if kind == "arms":
+            plot = plot_retrieval
+            in_order = sorted(drawn, key=lambda arm: arm["step"])
+            last = {(arm["run"], arm["ntk"], arm["window"]): arm for arm in in_order}
+            drawn = [arm for arm in drawn if arm is last[arm["run"], arm["ntk"], arm["window"]]]
+        say_where(draw(plot, {kind: drawn}, self.out or self.files[0], self.overwrite))
 
 
 def training_table(curves: list[dict[str, Any]]) -> Table:

@@ -29,5 +29,6 @@ EXPERIMENT = Experiment(
         _row("softmax, NTK", "softmax", ntk="length"),
         _row("softmax, window", "softmax", windowed=True),
         _row("cosine softmax", "cosine_softmax"),
+        _row("cosine softmax, NTK", "cosine_softmax", ntk="length"),
     ),
 )
