@@ -94,6 +94,20 @@ def test_padding_may_hold_anything():
     assert not clean[0][1].any() and not clean[2][1].any() and not clean[3][1].any()
 
 
+@pytest.mark.parametrize("D", [32, 128])
+def test_no_head_depends_on_another(D):
+    """To the bit, and whatever stands there: half types of dq are scaled by the values, which must be the head's own."""
+    call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
+    q, k, v, do = tensors(B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16)
+    clean = with_gradients(call, (q, k, v), do)
+    v[0, 1], v[1, 0, 3] = 1e30, torch.inf
+    dirty = with_gradients(call, (q, k, v), do)
+    for name, a, b in zip(("o", "dq", "dk", "dv"), clean, dirty):
+        a, b = (x.unflatten(1, (2, -1)) for x in (a, b))  # (B, heads of keys, of queries to each, L, D)
+        assert torch.equal(a[0, 0], b[0, 0]), name
+        assert torch.equal(a[1, 1], b[1, 1]), name
+
+
 def test_groups_and_strides():
     """Heads shared by groups; q, k, v as slices of one tensor laid out (B, L, heads, D), and no copy of the layout."""
     packed = torch.randn(2, 37, 8, 32, device=DEVICE)

@@ -140,15 +140,23 @@ def _eager(mechanism: AttentionSpec, case: Case) -> Attention:
 
 
 def _compiled(mechanism: AttentionSpec, case: Case) -> Attention:
-    _keep_buffers()
+    _prepare_compiler()
     return torch.compile(_eager(mechanism, case), fullgraph=True, dynamic=False)
 
 
-def _keep_buffers() -> None:
-    """A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph."""
-    import torch._functorch.config as config
+def _prepare_compiler() -> None:
+    """What timing asks of torch.compile.
 
-    config.donated_buffer = False
+    A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph. Each case and
+    score function of FlexAttention is compiled anew; past its limit Dynamo would run, and we would time, the uncompiled
+    one without a word, so the limit is high and passing it is an error.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False
+    dynamo.recompile_limit = 256
+    dynamo.fail_on_recompile_limit_hit = True
 
 
 def _sdpa(backend: str | None) -> Callable[[AttentionSpec, Case], Attention]:
@@ -181,7 +189,7 @@ def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
         raise Unavailable("is not set up for decoding")
     from torch.nn.attention.flex_attention import flex_attention
 
-    _keep_buffers()
+    _prepare_compiler()
     return with_flex_attention(torch.compile(flex_attention, dynamic=False), mechanism, case)
 
 

@@ -117,7 +117,8 @@ def query_gradient_kernel(
     do_float = do.to(tl.float32)
     delta = tl.sum(do_float * o.to(tl.float32), 1)  # [M]
     # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
-    bound = tl.minimum(2.0 * tl.sum(tl.abs(do_float), 1) * tl.load(v_max_ptr), 1e37)
+    v_max = tl.load(v_max_ptr + b * Hkv + h_kv)  # of this head alone: no head's gradients depend on another's values
+    bound = tl.minimum(2.0 * tl.sum(tl.abs(do_float), 1) * v_max, 1e37)
     unit_scale = tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
 
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -20,7 +20,8 @@ def normalize_kernel(
 ):  # fmt: skip
     """x (B, H, L, D) strided -> out (B, H, L, D) contiguous. SCALE_QUERIES: times c_i log2(e).
 
-    VALUE_MAX: x are keys; leave the largest |v| of the keys that exist in v_max_ptr (a maximum: order does not matter).
+    VALUE_MAX: x are keys; leave the largest |v| of the keys that exist in v_max_ptr, a number a head of keys (a maximum:
+    order does not matter).
     """
     start = tl.program_id(0) * BLOCK
     head = tl.program_id(1)
@@ -35,7 +36,7 @@ def normalize_kernel(
     if VALUE_MAX:
         v_ptr += b.to(tl.int64) * v_stride_b + (head % H).to(tl.int64) * v_stride_h
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True).to(tl.float32)
-        tl.atomic_max(v_max_ptr, tl.max(tl.abs(v)))
+        tl.atomic_max(v_max_ptr + head, tl.max(tl.abs(v)))
     if SCALE_QUERIES:
         first, last = visible_keys(
             start + offsets, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED

@@ -82,13 +82,13 @@ class _Call:
 
 @functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """The kernels of hopper where they apply: backward, unless LSSAR_GLUON=0; forward with LSSAR_GLUON=all alone.
-
-    That forward is faster, but has not been through all tests on a GPU yet."""
+    """The kernels of hopper where they apply and are faster: unless LSSAR_GLUON=0 all but the forward of head size 64,
+    which Triton schedules as well; LSSAR_GLUON=all has that one too."""
     if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    wanted = {"0": (), "all": ("forward", "backward")}.get(os.environ.get("LSSAR_GLUON", ""), ("backward",))
-    if torch.cuda.get_device_capability()[0] != 9 or part not in wanted:
+    asked = os.environ.get("LSSAR_GLUON", "")
+    faster = part == "backward" or d == 128
+    if asked == "0" or not (faster or asked == "all") or torch.cuda.get_device_capability()[0] != 9:
         return None
     try:
         from lssar.ops.fused import hopper
@@ -140,7 +140,7 @@ def _backward(
     call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    v_max = q.new_zeros(1, dtype=torch.float32)
+    v_max = q.new_zeros(call.B * call.Hkv, dtype=torch.float32)
     unit_q, unit_k = call.normalize(q, k, v, v_max)
     to_keys = call.per_row(backward.ROW_PLANES, q)
     if call.Lq % 128:

@@ -367,7 +367,8 @@ def query_gradient_kernel(
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta = gl.sum(do_rows * o_rows, 1)  # [M]
     # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
-    bound = gl.minimum(2.0 * gl.sum(gl.abs(do_rows), 1) * gl.load(v_max_ptr), 1e37)
+    v_max = gl.load(v_max_ptr + b64 * Hkv + h_kv)
+    bound = gl.minimum(2.0 * gl.sum(gl.abs(do_rows), 1) * v_max, 1e37)
     unit_scale = gl.where(bound > 1e-37, 1.0 / gl.where(bound > 1e-37, bound, 1.0), 0.0)
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
