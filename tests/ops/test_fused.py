@@ -96,7 +96,7 @@ def test_padding_may_hold_anything():
 
 @pytest.mark.parametrize("D", [32, 128])
 def test_no_head_depends_on_another(D):
-    """To the bit, and whatever stands there: half types of dq are scaled by the values, which must be the head's own."""
+    """To the bit, whatever stands there: in half types dq is scaled by the values, which must be the head's own."""
     call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
     q, k, v, do = tensors(B=2, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16)
     clean = with_gradients(call, (q, k, v), do)

@@ -147,9 +147,9 @@ def _compiled(mechanism: AttentionSpec, case: Case) -> Attention:
 def _prepare_compiler() -> None:
     """What timing asks of torch.compile.
 
-    A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph. Each case and
-    score function of FlexAttention is compiled anew; past its limit Dynamo would run, and we would time, the uncompiled
-    one without a word, so the limit is high and passing it is an error.
+    A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph. Each case
+    and score function of FlexAttention is compiled anew; past its limit Dynamo would run, and we would time, the
+    uncompiled one without a word, so the limit is high and passing it is an error.
     """
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch

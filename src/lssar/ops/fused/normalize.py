@@ -20,7 +20,7 @@ def normalize_kernel(
 ):  # fmt: skip
     """x (B, H, L, D) strided -> out (B, H, L, D) contiguous. SCALE_QUERIES: times c_i log2(e).
 
-    VALUE_MAX: x are keys; leave the largest |v| of the keys that exist in v_max_ptr, a number a head of keys (a maximum:
+    VALUE_MAX: x are keys; leave the largest |v| of the keys that exist in v_max_ptr, for each head of keys (a maximum:
     order does not matter).
     """
     start = tl.program_id(0) * BLOCK
