@@ -160,7 +160,8 @@ def _abs_sum(a: Tensor, spec: AttentionSpec, buffer: Buffer) -> Tensor:
 def _activate_(s: Tensor, spec: AttentionSpec, factor: Tensor) -> Tensor:
     match spec.activation:
         case "softplus":
-            return softplus_(s, float(factor.max()) if spec.cosine else float("inf"))
+            bounded = spec.cosine and not torch.compiler.is_compiling()  # a compiled graph cannot branch on a value
+            return softplus_(s, float(factor.max()) if bounded else float("inf"))
         case "exp":
             return s.exp_()
         case "relu":
@@ -234,7 +235,7 @@ def _reweight(
     else:
         w = power(z, spec.p, buffer("y"), buffer("t"))
     norm = w.sum(-1, keepdim=True)
-    if flat.any():
+    if torch.compiler.is_compiling() or flat.any():
         w.masked_fill_(flat, 1)
         hide(w, 0.0)
         norm = torch.where(flat, n, norm)

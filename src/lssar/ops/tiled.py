@@ -9,14 +9,15 @@ Shape letters: B batch, h key heads, g query heads per key head, R rows and K ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lssar.ops import native
+from lssar.ops import compiled_strips, native
 from lssar.ops import rows as row_math
 from lssar.ops.numerics import (
     finite,
@@ -33,7 +34,8 @@ from lssar.specs import AttentionSpec
 
 CPU_STRIP = 2**19
 CUDA_STRIP = 2**26
-"""Elements of a strip: on a CPU four buffers of this size should stay near the cores."""
+COMPILED_STRIP = 2**27
+"""Elements of a strip: on a CPU four buffers of this size should stay near the cores; compiled ones need fewer."""
 
 MAX_ROWS = 256
 
@@ -47,6 +49,7 @@ class _Strip:
     n: Tensor  # (N, gR, 1), float: visible keys of each row
     factor: Tensor  # (N, gR, 1): what q.k is multiplied by
     hidden: list[tuple[slice, Tensor]]  # column ranges with a bool tensor broadcastable to (b, h, g, R, columns)
+    bounds: tuple[Tensor, Tensor]  # (N, gR, 1), int: first visible key of each row and one past the last, in the strip
     shape: tuple[int, int, int, int, int]  # b, h, g, R, K
 
     def hide(self, x: Tensor, value: float) -> None:
@@ -75,10 +78,13 @@ class _Problem:
     """Inputs in the working dtype, grouped by key head, and the strips that cover them."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str, wide: bool
-    ):
+        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, mask: Tensor | None, spec: str,
+        wide: bool, compile: bool = False,
+    ):  # fmt: skip
         self.spec = _spec(spec)
         self.wide = wide
+        self.half = q.element_size() < 4
+        self.compile = compile and compiled_strips.worthwhile(q, k, mask)
         (B, Hq, self.Lq, self.D), (_, Hkv, self.Lk, _) = q.shape, k.shape
         self.B, self.Hkv, self.g = B, Hkv, Hq // Hkv
         dtype = working_dtype(q.dtype)
@@ -96,7 +102,7 @@ class _Problem:
         self.start, self.stop = (x.expand(B, self.Lq) for x in torch.broadcast_tensors(start, stop))
         # The host plans the strips: one copy of the bounds, once.
         self.host_start, self.host_stop = self.start.cpu(), self.stop.cpu()
-        self.budget = CUDA_STRIP if q.is_cuda else CPU_STRIP
+        self.budget = COMPILED_STRIP if self.compile else CUDA_STRIP if q.is_cuda else CPU_STRIP
         self.scratch = _Scratch(self.k)
 
     def grouped(self, x: Tensor) -> Tensor:
@@ -134,9 +140,13 @@ class _Problem:
     def _strip(self, batch: slice, heads: slice, rows: slice, keys: slice, common: tuple[int, int]) -> _Strip:
         b, h, R, K = (x.stop - x.start for x in (batch, heads, rows, keys))
         start, stop = (x[batch, None, None, rows] for x in (self.start, self.stop))  # (b, 1, 1, R)
+        per_row = lambda x: x.expand(b, h, self.g, R).reshape(b * h, self.g * R, 1)  # noqa: E731
+        bounds = per_row(start - keys.start), per_row(stop - keys.start)
         hidden = []
         columns: list[slice]
-        if self.mask is not None or common[0] >= common[1]:
+        if self.compile:
+            columns = []  # the compiled functions see to it by the bounds
+        elif self.mask is not None or common[0] >= common[1]:
             columns = [keys]
         else:  # between the bounds common to all rows nothing is hidden
             columns = [slice(keys.start, common[0]), slice(common[1], keys.stop)]
@@ -148,10 +158,10 @@ class _Problem:
                     outside = outside | ~self.mask[batch, heads, :, rows, c]
                 hidden.append((slice(c.start - keys.start, c.stop - keys.start), outside))
         n = stop - start if self.mask is None else K - hidden[0][1].sum(-1)
-        n = n.expand(b, h, self.g, R).reshape(b * h, self.g * R, 1).to(self.k.dtype)
+        n = per_row(n).to(self.k.dtype)
         shape = (b, h, self.g, R, K)
         self.scratch.shape = (b * h, self.g * R, K)
-        return _Strip(batch, heads, rows, keys, n, score_factor(n, self.D, self.spec), hidden, shape)
+        return _Strip(batch, heads, rows, keys, n, score_factor(n, self.D, self.spec), hidden, bounds, shape)
 
     def query_rows(self, x: Tensor, strip: _Strip) -> Tensor:
         """(B, h, g, Lq, D) -> the strip's (N, gR, D)."""
@@ -166,14 +176,23 @@ class _Problem:
         s = torch.bmm(q_scaled, self.key_rows(self.k, strip).mT, out=self.scratch("a"))
         return row_math.weigh(s, strip.n, self.spec, strip.hide, self.scratch, strip.factor, training, self.wide)
 
+    def compiled(self, kind: str, strip: _Strip, *more: Tensor) -> Any:
+        """`output` or `gradients` of a strip by compiled_strips."""
+        parts = self.query_rows(self.q, strip), self.key_rows(self.k, strip), self.key_rows(self.v, strip)
+        arguments = [x.contiguous() for x in (*parts, *strip.bounds, *more)]  # one layout, so one graph for all strips
+        return compiled_strips.run(kind, self.spec, self.half, *arguments)
+
 
 def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
     p = problem
     o = p.q.new_zeros(p.B, p.Hkv, p.g, p.Lq, p.v.shape[-1])
     for chunk in p.chunks():
         for strip in p.strips(*chunk):
-            rows = p.weigh(strip, p.query_rows(p.q, strip) * strip.factor, training=False)
-            o_rows = torch.bmm(rows.w, p.key_rows(p.v, strip)).mul_(rows.scale)
+            if p.compile:
+                o_rows = p.compiled("output", strip)
+            else:
+                rows = p.weigh(strip, p.query_rows(p.q, strip) * strip.factor, training=False)
+                o_rows = torch.bmm(rows.w, p.key_rows(p.v, strip)).mul_(rows.scale)
             o[strip.batch, strip.heads, :, strip.rows] = o_rows.view(*strip.shape[:4], -1)
             if weights_out is not None:
                 w = (rows.w * rows.scale).view(strip.shape)
@@ -201,6 +220,12 @@ def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Ten
         for strip in p.strips(*chunk):
             q, k, v = p.query_rows(p.q, strip), p.key_rows(p.k, strip), p.key_rows(p.v, strip)
             do_rows = p.query_rows(do, strip)
+            if p.compile:
+                dq_rows, dk_keys, dv_keys = p.compiled("gradients", strip, do_rows)
+                dq[strip.batch, strip.heads, :, strip.rows] = dq_rows.view(*strip.shape[:4], -1)
+                p.key_rows(dk, strip).add_(dk_keys)
+                p.key_rows(dv, strip).add_(dv_keys)
+                continue
             rows = p.weigh(strip, q * strip.factor, training=True)
             dv_keys = p.key_rows(dv, strip)
             dv_keys.baddbmm_(rows.w.mT, do_rows * rows.scale)
@@ -210,6 +235,17 @@ def _backward_strips(problem: _Problem, do: Tensor) -> tuple[Tensor, Tensor, Ten
             dq[strip.batch, strip.heads, :, strip.rows] = dq_rows.view(*strip.shape[:4], -1)
             p.key_rows(dk, strip).baddbmm_(dw.mT, q * factor)
     return dq.flatten(1, 2), dk, dv
+
+
+def _plain_range(
+    compute: Callable[[_Problem], Any], q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor,
+    mask: Tensor | None, spec: str,
+) -> Any:  # fmt: skip
+    """`compute` for a call in the working dtype, by compiled strips where that pays; without, if the compiler fails."""
+    try:
+        return compute(_Problem(q, k, v, start, stop, mask, spec, wide=False, compile=True))
+    except compiled_strips.CompilerFailed:
+        return compute(_Problem(q, k, v, start, stop, mask, spec, wide=False))
 
 
 @lru_cache(maxsize=256)
@@ -243,7 +279,7 @@ def tiled_forward(
         if compiled is not None:
             o = native.forward(*compiled, normalize=True)
         else:
-            o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=False))
+            o = _plain_range(_forward, q, k, v, start, stop, mask, spec)
         if not finite(o):  # out of the working dtype's range: once more with room to spare
             o = _forward(_Problem(q, k, v, start, stop, mask, spec, wide=True))
             return settle(o, q.dtype, finite(q, k, v))
@@ -264,7 +300,7 @@ def tiled_backward(
         if compiled is not None:
             grads = native.backward(do.to(compiled[0].dtype), *compiled, normalize=True)
         else:
-            grads = _backward(_Problem(q, k, v, start, stop, mask, spec, wide=False), do)
+            grads = _plain_range(partial(_backward, do=do), q, k, v, start, stop, mask, spec)
         if finite(*grads):
             dq, dk, dv = (saturate(grad, q.dtype) for grad in grads)
         else:
