@@ -285,11 +285,14 @@ def decode_norms(
             grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=heads != kv_heads)
             cudnn = do_bench_cudagraph(grouped, rep=25, return_mode="median")
         expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
-        split = {f"unit{n}": max(1, n * 132 // (batch * kv_heads)) for n in (8, 16)}  # programs a multiprocessor
+        split = {f"unit{n}": max(1, n * 132 // (batch * kv_heads)) for n in (2, 4, 8, 16)}  # programs a multiprocessor
         settings = {
             "unit": (unit, {"unit_keys": True}),
             **{name: (unit, {"unit_keys": True, "splits": splits}) for name, splits in split.items()},
+            "unit ahead": (unit, {"unit_keys": True, "ahead": True}),
+            "unit4 ahead": (unit, {"unit_keys": True, "splits": split["unit4"], "ahead": True}),
             "product w4": (k, {}),
+            "product w4 ahead": (k, {"ahead": True}),
             "product w2": (k, {"warps": 2}),
             "product w4 s2": (k, {"stages": 2}),
             "fast w4": (k, {"norms": "fast"}),

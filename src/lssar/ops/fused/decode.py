@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lssar.ops.fused.primitives import (
     HIDDEN,
@@ -33,6 +34,19 @@ from lssar.ops.fused.primitives import (
 
 PROGRAMS_PER_MULTIPROCESSOR = 16
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
+
+
+@triton.jit
+def _let_next_begin(AHEAD: tl.constexpr):
+    """AHEAD: programs of the next kernel may be sent as soon as there is room, up to where they wait for this one."""
+    if AHEAD:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait_for_last(AHEAD: tl.constexpr):
+    if AHEAD:
+        gdc_wait()
 
 
 @triton.jit
@@ -135,8 +149,9 @@ def score_kernel(
     Hkv, Lk, split_length, splits,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    _let_next_begin(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
     length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
@@ -208,7 +223,7 @@ def value_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """With REWEIGHT, first which keys matter, then their values alone, gathered into full tiles."""
     head, split = tl.program_id(0), tl.program_id(1)
@@ -223,6 +238,8 @@ def value_kernel(
     list_at = head.to(tl.int64) * x_stride
     lo = split * split_length
     stop = tl.minimum(lo + split_length, length)
+    _let_next_begin(AHEAD)
+    _wait_for_last(AHEAD)
 
     if REWEIGHT:
         every = tl.arange(0, BLOCK_SPLITS)
@@ -271,7 +288,7 @@ def value_kernel(
 def combine_kernel(
     o_part_ptr, z_part_ptr, o_ptr, o_stride_b, o_stride_h, o_stride_l, Hkv, splits,
     GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight."""
     head, row = tl.program_id(0), tl.program_id(1)
@@ -279,6 +296,7 @@ def combine_kernel(
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
+    _wait_for_last(AHEAD)
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
@@ -290,9 +308,12 @@ def combine_kernel(
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
     tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int | None = None,
-    stages: int = 3, norms: str | None = None,
+    stages: int = 3, norms: str | None = None, ahead: bool = False,
 ) -> Tensor:  # fmt: skip
-    """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
+    """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity.
+
+    ahead: overlap the ends and beginnings of the three kernels (programmatic dependent launch, Hopper and later).
+    """
     B, Hq, Lq, D = q.shape
     if block_table is None:
         page, Hkv, Lk = 0, k_cache.shape[1], k_cache.shape[2]
@@ -336,6 +357,8 @@ def decode(
         "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_R": block_r, "BLOCK_M": max(16, block_r),
     }  # fmt: skip
     lengths_or_any = q if lengths is None else lengths
+    common["AHEAD"] = ahead
+    following = {"launch_pdl": True} if ahead else {}
     grid = (B * Hkv, splits)
     score_kernel[grid](
         q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
@@ -347,13 +370,13 @@ def decode(
         table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
         P=int(exponent) if exponent.is_integer() else exponent, REWEIGHT=p is not None,
         BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits),
-        STAGES=stages, num_warps=warps, **common,
+        STAGES=stages, num_warps=warps, **common, **following,
     )  # fmt: skip
     columns = min(block_d, 32)
     combine_kernel[(B * Hkv, group * Lq, triton.cdiv(D, columns))](
         o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
         GROUP=group, Lq=Lq, D=D, BLOCK_D=columns, BLOCK_R=block_r, BLOCK_SPLITS=triton.next_power_of_2(splits),
-        num_warps=4,
+        AHEAD=ahead, num_warps=4, **following,
     )  # fmt: skip
     return o
 
