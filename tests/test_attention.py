@@ -157,14 +157,13 @@ def test_softmax_kinds_through_sdpa(name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mask": torch.ones(8, 8, dtype=torch.bool)}, "go through impl='tiled'"),
-        ({"window": 3}, "go through impl='tiled'"),
-        ({"return_weights": True}, "does not form the weights"),
-        ({"spec": "softmax_inverse"}, "is not a softmax of scaled scores"),
+        ({"mask": torch.ones(8, 8, dtype=torch.bool)}, "or use impl='tiled'"),
+        ({"return_weights": True}, "needs impl='reference' or impl='tiled'"),
+        ({"spec": "softmax_recentred"}, "needs impl='tiled'"),
     ],
 )
-def test_what_sdpa_cannot_do(options, words):
-    q, k, v = qkv(dtype=torch.float32, Lq=8, Lk=8, grad=False)
+def test_what_no_kernel_can_do(options, words):
+    q, k, v = qkv(dtype=torch.float32, Lq=8, Lk=8, D=16, grad=False)
     with pytest.raises(ValueError, match=words):
         lssar.attention(q, k, v, **{"spec": "softmax", "impl": "fused", **options})
 

@@ -69,8 +69,9 @@ def attention(
             either side, packs, windows and half-filled caches are all this, at no memory of Lq x Lk.
         head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
-        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (LSSA and LSSAR by
-            our kernels on a GPU, softmax kinds by PyTorch's), or `auto`: fused on a GPU where it applies, else tiled.
+        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (on a GPU: softmax
+            kinds by PyTorch's kernels, others by ours; re-weighting is LSSAR's alone, and re-centring is left out), or
+            `auto`: fused on a GPU where it applies, else tiled.
 
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.
@@ -90,12 +91,15 @@ def attention(
         obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
         if obstacle is None:
             return sdpa.sdpa_attention(q, k, v, spec, causal)
-        if spec.activation != "exp":
-            obstacle = fused.why_not(
-                q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
-            )
+        obstacle = fused.why_not(
+            q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
+        )
+        if obstacle is None and impl == "auto" and not fused.used_by_auto(spec):
+            obstacle = "its kernel waits for tests on a GPU"
         if obstacle is None:
             view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
+            if not fused.is_lssa(spec):
+                return fused.activation_attention(q, k, v, spec, **view)
             if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v):
                 tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
                 return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)

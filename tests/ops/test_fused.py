@@ -155,7 +155,7 @@ def test_why_not():
     lssar_spec = lssar.spec("lssar")
     if not CUDA:
         assert why_not(q, k, v, lssar_spec) is None  # the interpreter counts
-    assert "impl='tiled'" in why_not(q, k, v, lssar.spec("softmax"))
+    assert "impl='tiled'" in why_not(q, k, v, lssar.spec("softmax_recentred"))
     assert "mask" in why_not(q, k, v, lssar_spec, mask=torch.ones(5, 5, dtype=torch.bool))
     assert "return_weights" in why_not(q, k, v, lssar_spec, return_weights=True)
     assert "float64" in why_not(q.double(), k.double(), v.double(), lssar_spec)

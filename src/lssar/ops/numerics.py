@@ -143,6 +143,18 @@ def tame(x: Tensor) -> tuple[Tensor, float]:
     return x * scale, scale
 
 
+SCORE_LIMIT = 1e15
+"""Largest entry of a row of q or k in kernels that work in float32 throughout; see in_range."""
+
+
+def in_range(x: Tensor) -> Tensor:
+    """Rows scaled down so far that products of two stay within float32; those of float16 always do."""
+    if x.dtype == torch.float16:
+        return x
+    largest = x.detach().abs().amax(-1, keepdim=True)
+    return x * (SCORE_LIMIT / largest.clamp_min(SCORE_LIMIT))
+
+
 def finite(*tensors: Tensor) -> bool:
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # a graph cannot branch on a value

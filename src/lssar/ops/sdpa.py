@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lssar.ops.numerics import scale_factor, score_factor, unit
+from lssar.ops.numerics import in_range, scale_factor, score_factor, unit
 from lssar.specs import AttentionSpec
-
-SCORE_LIMIT = 1e15
-"""Largest entry of a row of q or k; beyond it rows are scaled down. Softmax is saturated long before that."""
 
 MOST_MASKED = 2**24
 """Entries of a dense mask that a call may make."""
@@ -45,8 +42,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
     if spec.cosine:
         q, k = unit(q), unit(k)
-    elif q.dtype != torch.float16:  # products of float16 numbers cannot leave float32
-        q, k = _in_range(q), _in_range(k)
+    else:
+        q, k = in_range(q), in_range(k)
     scale = scale_factor(q.shape[-1], spec)
     if spec.log_n:  # a factor that differs from row to row goes into q
         n = torch.full((queries,), float(keys), device=q.device)
@@ -56,8 +53,3 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal:
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-
-
-def _in_range(x: Tensor) -> Tensor:
-    largest = x.detach().abs().amax(-1, keepdim=True)
-    return x * (SCORE_LIMIT / largest.clamp_min(SCORE_LIMIT))

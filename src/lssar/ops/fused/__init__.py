@@ -1,4 +1,6 @@
-"""Fused Triton kernels for LSSA and LSSAR: forward, backward and decode. Importing this needs neither GPU nor Triton.
+"""Fused Triton kernels: LSSA and LSSAR (forward, backward, decode), and activations over a divisor (forward, backward).
+
+Importing this needs neither GPU nor Triton.
 
 The kernels themselves are imported on first use, so that TRITON_INTERPRET=1 may still be set after `import lssar`.
 """
@@ -12,11 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["fused_attention", "fused_decode", "why_not"]
+from lssar.ops.numerics import in_range, unit
+
+__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
 LONGEST = 2**30
+
+
+def is_lssa(spec: Any) -> bool:
+    """Whether it is LSSA or LSSAR, which have kernels of their own."""
+    return (
+        spec.cosine
+        and spec.log_n
+        and (spec.scale, spec.activation, spec.divisor, spec.bias, spec.recentre)
+        == ("log_d", "softplus", "l1", "none", "none")
+        and not spec.negate
+        and spec.head_scale is None
+    )
+
+
+def is_activation(spec: Any) -> bool:
+    """Whether weights are phi(s) over a divisor: see activations.py."""
+    return spec.p is None and spec.recentre == "none" and (spec.activation != "exp" or spec.divisor == "l1")
+
+
+def used_by_auto(spec: Any) -> bool:
+    """The kernels for activations have not been run on a GPU yet: LSSAR_ACTIVATIONS=1 puts them in auto's hands."""
+    return is_lssa(spec) or os.environ.get("LSSAR_ACTIVATIONS", "0") == "1"
 
 
 def why_not(
@@ -24,14 +50,11 @@ def why_not(
     key_ranges: Tensor | None = None, return_weights: bool = False,
 ) -> str | None:  # fmt: skip
     """None if the fused kernels can run this call, else a sentence a user can act on."""
-    if (
-        not (spec.cosine and spec.log_n)
-        or (spec.scale, spec.activation, spec.divisor, spec.bias, spec.recentre)
-        != ("log_d", "softplus", "l1", "none", "none")
-        or spec.negate
-        or spec.head_scale is not None
-    ):
-        return f"the fused kernels compute LSSA and LSSAR only; {spec.name!r} needs impl='tiled'"
+    if not (is_lssa(spec) or is_activation(spec)):
+        return (
+            f"the fused kernels compute LSSA, LSSAR and activations over a divisor, without re-weighting or "
+            f"re-centring; {spec.name!r} needs impl='tiled'"
+        )
     if key_ranges is not None:
         return "the fused kernels take no ranges of keys; give padding as key_lengths, packs as cu_seqlens"
     if mask is not None:
@@ -65,6 +88,17 @@ def fused_attention(
     from lssar.ops.fused.op import forward_op
 
     return forward_op(q, k, v, p, causal, cu_seqlens, key_lengths, window)[0]
+
+
+def activation_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, causal: bool, cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """A mechanism for which `is_activation` holds, differentiable; a learned scale is in q already."""
+    from lssar.ops.fused.activation_op import forward_op
+
+    bring = unit if spec.cosine else in_range
+    return forward_op(bring(q), bring(k), v, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
 
 
 FEW_ROWS = 16

@@ -81,10 +81,21 @@ HOPPER: dict[Key, Tile] = {
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
+    # not measured: the largest that keep their sums in registers
+    ("activation_forward", 64, 2): Tile(128, 64, 8, 3),
+    ("activation_forward", 128, 2): Tile(128, 64, 8, 2),
+    ("activation_forward", 256, 2): Tile(64, 32, 8, 2),
+    ("activation_query_gradient", 64, 2): Tile(64, 64, 4, 3),
+    ("activation_query_gradient", 128, 2): Tile(128, 64, 8, 2),
+    ("activation_query_gradient", 256, 2): Tile(64, 32, 8, 2),
+    ("activation_key_gradient", 64, 2): Tile(64, 64, 4, 2),
+    ("activation_key_gradient", 128, 2): Tile(64, 64, 8, 2),
+    ("activation_key_gradient", 256, 2): Tile(32, 64, 8, 2),
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
-    for kernel in ("forward", "query_gradient", "key_gradient")
+    for part in ("forward", "query_gradient", "key_gradient")
+    for kernel in (part, f"activation_{part}")
     for d in (64, 128, 256)
 }
 FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}

@@ -1,0 +1,151 @@
+"""The kernels of activations.py as PyTorch custom ops, with fakes and autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lssar.ops.fused import activations
+from lssar.ops.fused.op import document_bounds
+from lssar.ops.fused.tiles import launch
+from lssar.ops.numerics import scale_factor
+from lssar.specs import AttentionSpec
+
+
+@lru_cache(maxsize=256)
+def _mechanism(literal: str, d: int) -> dict[str, Any]:
+    spec = AttentionSpec.from_literal(literal)
+    return {
+        "ACTIVATION": spec.activation, "DIVISOR": spec.divisor, "SIGN": -1.0 if spec.negate else 1.0,
+        "SCALE": scale_factor(d, spec), "LOG_N": spec.log_n, "BIAS": spec.bias, "LENGTH": float(spec.train_length),
+        "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma),
+        "D": d, "BLOCK_D": max(16, triton.next_power_of_2(d)),
+    }  # fmt: skip
+
+
+def _arguments(
+    q: Tensor, k: Tensor, spec: str, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
+    window: int | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """What all three kernels take last: shapes and what rows see, and constants."""
+    doc_start = doc_stop = q  # any pointer: never read
+    if cu_seqlens is not None:
+        doc_start, doc_stop = document_bounds(cu_seqlens, k.shape[2])
+    if key_lengths is not None:
+        key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
+    positional = (
+        q.shape[1], k.shape[1], q.shape[2], k.shape[2], 0 if window is None else min(window, 2**30),
+        q if key_lengths is None else key_lengths, doc_start, doc_stop,
+    )  # fmt: skip
+    constants = {
+        **_mechanism(spec, q.shape[-1]), "CAUSAL": causal, "WINDOWED": window is not None,
+        "PACKED": cu_seqlens is not None, "HAS_LENGTHS": key_lengths is not None,
+        "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return positional, constants
+
+
+def _launch(name: str, q: Tensor, run: Any) -> None:
+    def without_descriptors(tile, constants):
+        constants.pop("TMA")
+        run(tile, constants)
+
+    launch(f"activation_{name}", q.shape[-1], q.element_size(), False, without_descriptors)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, spec: str, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    B, H, L, _ = q.shape
+    o = torch.empty_like(q)
+    rows = q.new_zeros((2, B, H, L), dtype=torch.float32)  # inverse, shift
+    if o.numel() == 0:
+        return o, rows
+    if k.shape[2] == 0:
+        return o.zero_(), rows
+    shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
+
+    def run(tile, tile_constants):
+        activations.forward_kernel[(triton.cdiv(L, tile.m) * B * H,)](
+            q, k, v, o, rows[0], rows[1], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
+            **constants, **tile_constants,
+        )  # fmt: skip
+
+    _launch("forward", q, run)
+    return o, rows
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, spec: str, causal: bool,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    delta = (do.float() * o.float()).sum(-1)
+    shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
+    read = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    B, H, L, _ = q.shape
+
+    def run_queries(tile, tile_constants):
+        activations.query_gradient_kernel[(triton.cdiv(L, tile.m) * B * H,)](
+            q, k, v, do, dq, rows[0], rows[1], delta, *read, *dq.stride()[:3], *shapes, **constants, **tile_constants,
+        )  # fmt: skip
+
+    def run_keys(tile, tile_constants):
+        activations.key_gradient_kernel[(triton.cdiv(k.shape[2], tile.n) * B * k.shape[1],)](
+            q, k, v, do, dk, dv, rows[0], rows[1], delta, *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
+            **constants, **tile_constants,
+        )  # fmt: skip
+
+    _launch("query_gradient", q, run_queries)
+    _launch("key_gradient", q, run_keys)
+    return dq, dk, dv
+
+
+_OPTIONS = "str spec, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
+forward_op = torch.library.custom_op(
+    "lssar::activation_forward", _forward, mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
+)  # fmt: skip
+backward_op = torch.library.custom_op(
+    "lssar::activation_backward", _backward, mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+
+
+@forward_op.register_fake
+def _(q, k, v, spec, causal, cu_seqlens, key_lengths, window):
+    return torch.empty_like(q), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(q, k, v, o, do, rows, spec, causal, cu_seqlens, key_lengths, window):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, ctx.spec, ctx.causal, cu_seqlens, key_lengths, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, key_lengths)
+
+
+def _differentiate(ctx, do, _):
+    q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
+    grads = backward_op(q, k, v, o, do, rows, ctx.spec, ctx.causal, cu_seqlens, key_lengths, ctx.window)
+    return *grads, None, None, None, None, None
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError("fused attention has no second derivative; use impl='reference' for double backward")
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+backward_op.register_autograd(_refuse)

@@ -1,0 +1,129 @@
+"""The fused kernels for activations over a divisor against float64: in Triton's interpreter, on a GPU in full."""
+
+import pytest
+import torch
+
+import lssar
+from lssar.ops import fused
+from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, qkv, with_gradients
+
+pytest.importorskip("triton")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+SPECS = {  # a learned scale is part of q by then; LSSA has kernels of its own
+    name: spec.replace(head_scale=None)
+    for name, spec in ALL_SPECS.items()
+    if fused.is_activation(spec) and not fused.is_lssa(spec)
+}
+VIEWS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 7},
+    "full window": {"causal": False, "window": 7},
+    "pack": {"cu_seqlens": torch.tensor([0, 3, 20, 21, 37])},
+    "padding": {"key_lengths": torch.tensor([30])},
+}
+
+
+def compare(spec, dtype, L=37, D=32, B=1, Hq=4, Hkv=2, note="", **view):
+    view = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in view.items()}
+    inputs = tuple(x.to(DEVICE) for x in qkv(B=B, Hq=Hq, Hkv=Hkv, Lq=L, Lk=L, D=D, dtype=dtype, grad=False))
+    do = torch.randn(B, Hq, L, D).to(DEVICE, dtype)
+    call = lambda *x: fused.activation_attention(*x, spec, **{"causal": True, **view})  # noqa: E731
+    ours = with_gradients(call, inputs, do)
+    exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **view), inputs, do)
+    low = with_gradients(lambda *x: eager(*x, spec, dtype, **view), inputs, do)
+    rounding = 4 * EPS[dtype]  # of o, which the gradients of scores are differences with
+    assert_within_twice_eager(ours, [low], exact, EPS[dtype], note, floor=(0.0, rounding, rounding, 0.0))
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_mechanism(spec):
+    compare(spec, torch.bfloat16)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1"])
+def test_what_rows_see(name, view):
+    compare(lssar.spec(name), torch.float32, **VIEWS[view])
+
+
+@pytest.mark.parametrize("name", ["softmax", "l1_gelu", "l1_mish", "relu_shen"])
+def test_float16_and_odd_sizes(name):
+    compare(lssar.spec(name), torch.float16, L=1, D=16)
+    compare(lssar.spec(name), torch.float16, L=5, D=80, B=2)
+
+
+def test_fewer_rows_than_keys_and_strides():
+    """Queries are the last rows; q, k, v are slices of one tensor laid out (B, L, heads, D)."""
+    packed = torch.randn(2, 37, 8, 32, device=DEVICE)
+    q, k, v = (x.transpose(1, 2) for x in packed.split((4, 2, 2), dim=2))
+    q = q[:, :, -9:]
+    do = torch.randn(2, 4, 9, 32, device=DEVICE)
+    for name in ("l1_sigmoid", "softmax"):
+        call = lambda *x: fused.activation_attention(*x, lssar.spec(name), causal=True)  # noqa: B023, E731
+        ours = with_gradients(call, (q, k, v), do)
+        exact = with_gradients(lambda *x: eager(*x, name, torch.float64), (q, k, v), do)  # noqa: B023
+        for a, b in zip(ours, exact):
+            torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
+
+
+def test_rows_that_see_nothing_and_needles():
+    q, k, v = (x.to(DEVICE) for x in qkv(B=2, Lq=8, Lk=8, D=16, dtype=torch.float32, grad=False))
+    k[1, :, 3] *= 100  # scores far beyond exp's range
+    lengths = torch.tensor([0, 8], device=DEVICE)
+    for name in ("softmax", "l1_relu", "sigmoid"):
+        call = lambda *x: fused.activation_attention(*x, lssar.spec(name), causal=True, key_lengths=lengths)  # noqa: B023, E731
+        ours = with_gradients(call, (q, k, v), torch.ones_like(q))
+        exact = with_gradients(
+            lambda *x: eager(*x, name, torch.float64, key_lengths=lengths),  # noqa: B023
+            (q, k, v), torch.ones_like(q),
+        )  # fmt: skip
+        for a, b in zip(ours, exact):
+            assert not a[0].any()
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_which_mechanisms(monkeypatch):
+    q, k, v = (x.to(DEVICE) for x in qkv(dtype=torch.float32, D=16, grad=False))
+    if not CUDA:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = {"softmax_recentred", "softmax_recentred_l1", "exp"}
+    assert {name for name in lssar.specs() if not (fused.is_activation(s := lssar.spec(name)) or fused.is_lssa(s))} == (
+        names
+    )
+    for spec in (*names, lssar.spec("softmax").reweighted(3)):
+        with pytest.raises(ValueError, match="activations over a divisor, without re-weighting or re-centring"):
+            lssar.attention(q, k, v, spec, impl="fused")
+    with pytest.raises(ValueError, match="take no mask"):
+        lssar.attention(q, k, v, "sigmoid", impl="fused", mask=torch.ones(19, 19, dtype=torch.bool, device=DEVICE))
+    got = lssar.attention(q, k, v, "sigmoid", impl="fused")
+    torch.testing.assert_close(got, lssar.attention(q, k, v, "sigmoid", impl="tiled"), rtol=1e-5, atol=1e-6)
+
+
+def test_second_derivative_is_refused():
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in qkv(dtype=torch.float32, D=16, grad=False))
+    o = fused.activation_attention(q, k, v, lssar.spec("sigmoid"), causal=True)
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+@pytest.mark.parametrize("D", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_gpu_grid(spec, D, dtype):
+    for L, view in ((1, {}), (129, {}), (333, {"causal": False}), (333, {"window": 100})):
+        compare(spec, dtype, L=L, D=D, B=2, note=f"{L} {view}", **view)
+
+
+@pytest.mark.gpu
+def test_gpu_compiles_in_full_and_gives_the_same_bits():
+    q, k, v = (x.to("cuda") for x in qkv(Lq=300, Lk=300, D=64, dtype=torch.bfloat16, grad=False))
+    do = torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16)
+    call = lambda *x: lssar.attention(*x, "sigmoid_n", impl="fused")  # noqa: E731
+    first = with_gradients(call, (q, k, v), do)
+    for f in (call, torch.compile(call, fullgraph=True)):
+        assert all(torch.equal(a, b) for a, b in zip(first, with_gradients(f, (q, k, v), do)))
