@@ -70,8 +70,8 @@ def attention(
         head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
         impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (on a GPU: softmax
-            kinds by PyTorch's kernels, others by ours; re-weighting is LSSAR's alone, and re-centring is left out), or
-            `auto`: fused on a GPU where it applies, else tiled.
+            kinds by PyTorch's kernels, others but re-centring by ours), or `auto`: fused on a GPU where it applies,
+            else tiled.
 
     Returns:
         (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.

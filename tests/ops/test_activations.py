@@ -44,9 +44,29 @@ def test_every_mechanism(spec):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1"])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1", "softmax^3"])
 def test_what_rows_see(name, view):
-    compare(lssar.spec(name), torch.float32, **VIEWS[view])
+    name, _, p = name.partition("^")
+    compare(lssar.spec(name).reweighted(float(p)) if p else lssar.spec(name), torch.float32, **VIEWS[view])
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_n_l1", "raw_l1", "l1_relu2", "cosine_softmax", "l1_softplus"])
+def test_reweighted(name):
+    """Whole and broken powers; signed activations; the first rows, which have no threshold."""
+    for p in (1, 15, 2.5):
+        compare(lssar.spec(name).reweighted(p), torch.float32, L=3 if p == 1 else 37, note=f"p = {p}")
+
+
+def test_flat_rows_are_uniform():
+    q, k, v = (x.to(DEVICE) for x in qkv(B=1, Lq=9, Lk=9, D=16, dtype=torch.float32, grad=False))
+    k = k[:, :, :1].expand_as(k).contiguous()
+    spec = lssar.spec("softmax").reweighted(15)
+    call = lambda *x: fused.activation_attention(*x, spec, causal=True)  # noqa: E731
+    o, dq, dk, _ = with_gradients(call, (q, k, v), torch.ones_like(q))
+    mean = v.cumsum(2) / torch.arange(1, 10, device=DEVICE)[:, None]
+    torch.testing.assert_close(o, mean.repeat_interleave(2, 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dq[:, :, 3:], torch.zeros_like(dq[:, :, 3:]))
+    assert dk.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["softmax", "l1_gelu", "l1_mish", "relu_shen"])
@@ -93,8 +113,8 @@ def test_which_mechanisms(monkeypatch):
     assert {name for name in lssar.specs() if not (fused.is_activation(s := lssar.spec(name)) or fused.is_lssa(s))} == (
         names
     )
-    for spec in (*names, lssar.spec("softmax").reweighted(3)):
-        with pytest.raises(ValueError, match="activations over a divisor, without re-weighting or re-centring"):
+    for spec in names:
+        with pytest.raises(ValueError, match="activations over a divisor, not re-centred, and exp under l1 alone"):
             lssar.attention(q, k, v, spec, impl="fused")
     with pytest.raises(ValueError, match="take no mask"):
         lssar.attention(q, k, v, "sigmoid", impl="fused", mask=torch.ones(19, 19, dtype=torch.bool, device=DEVICE))

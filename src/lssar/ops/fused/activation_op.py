@@ -17,13 +17,19 @@ from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
 
+def _exponent(p: float | None) -> float:
+    """0: no re-weighting. Whole numbers as such: their powers are multiplications."""
+    return 0 if p is None else int(p) if float(p).is_integer() else float(p)
+
+
 @lru_cache(maxsize=256)
 def _mechanism(literal: str, d: int) -> dict[str, Any]:
     spec = AttentionSpec.from_literal(literal)
     return {
         "ACTIVATION": spec.activation, "DIVISOR": spec.divisor, "SIGN": -1.0 if spec.negate else 1.0,
         "SCALE": scale_factor(d, spec), "LOG_N": spec.log_n, "BIAS": spec.bias, "LENGTH": float(spec.train_length),
-        "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma),
+        "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma), "P": _exponent(spec.p),
+        "COSINE": spec.cosine,
         "D": d, "BLOCK_D": max(16, triton.next_power_of_2(d)),
     }  # fmt: skip
 
@@ -64,7 +70,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, L, _ = q.shape
     o = torch.empty_like(q)
-    rows = q.new_zeros((2, B, H, L), dtype=torch.float32)  # inverse, shift
+    rows = q.new_zeros((4, B, H, L), dtype=torch.float32)  # inverse, shift, slope, intercept
     if o.numel() == 0:
         return o, rows
     if k.shape[2] == 0:
@@ -73,8 +79,8 @@ def _forward(
 
     def run(tile, tile_constants):
         activations.forward_kernel[(triton.cdiv(L, tile.m) * B * H,)](
-            q, k, v, o, rows[0], rows[1], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
-            **constants, **tile_constants,
+            q, k, v, o, rows, rows.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+            *shapes, **constants, **tile_constants,
         )  # fmt: skip
 
     _launch("forward", q, run)
@@ -91,18 +97,20 @@ def _backward(
     if do.stride(-1) != 1:
         do = do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
+    mean = torch.empty_like(delta)
     shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
     read = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     B, H, L, _ = q.shape
 
     def run_queries(tile, tile_constants):
         activations.query_gradient_kernel[(triton.cdiv(L, tile.m) * B * H,)](
-            q, k, v, do, dq, rows[0], rows[1], delta, *read, *dq.stride()[:3], *shapes, **constants, **tile_constants,
+            q, k, v, do, dq, rows, delta, mean, rows.stride(0), *read, *dq.stride()[:3], *shapes,
+            **constants, **tile_constants,
         )  # fmt: skip
 
     def run_keys(tile, tile_constants):
         activations.key_gradient_kernel[(triton.cdiv(k.shape[2], tile.n) * B * k.shape[1],)](
-            q, k, v, do, dk, dv, rows[0], rows[1], delta, *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
+            q, k, v, do, dk, dv, rows, delta, mean, rows.stride(0), *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
             **constants, **tile_constants,
         )  # fmt: skip
 
@@ -124,7 +132,7 @@ backward_op = torch.library.custom_op(
 
 @forward_op.register_fake
 def _(q, k, v, spec, causal, cu_seqlens, key_lengths, window):
-    return torch.empty_like(q), q.new_empty((2, *q.shape[:3]), dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty((4, *q.shape[:3]), dtype=torch.float32)
 
 
 @backward_op.register_fake

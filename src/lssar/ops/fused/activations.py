@@ -1,8 +1,9 @@
-"""Forward and backward of mechanisms whose weights are phi(s) over a divisor: every activation, l1 or a fixed divisor.
+"""Forward and backward of any activation phi under l1 or a fixed divisor, and of its re-weighting.
 
-That is all of them but re-weighting and re-centring, and exp without l1 (whose range needs more care). One pass over
-the keys, since no weight waits for a statistic of its row: an l1 sum divides the output in the end, as in softmax.
-Scores are s = factor_i q.k + bias_i with row numbers that depend on the count n_i of visible keys alone.
+That is every mechanism but re-centring, and exp without l1 (whose range needs more care). Without re-weighting one pass
+over the keys is enough: an l1 sum divides the output in the end, as in softmax. With it (P > 0) a first pass gives each
+row's sum and largest activation, and weights are max(slope a + intercept, 0)^P, as in forward.py. Scores are
+s = factor_i q.k + bias_i with row numbers that depend on the count n_i of visible keys alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import triton
 import triton.language as tl
 
 from lssar.ops.fused.primitives import (
+    FIRST_ROWS,
+    FLAT_TOLERANCE,
     HIDDEN,
     INTERPRETED,
     dot,
     load_tile,
+    power,
     saturate,
     store_tile,
     visible_keys,
@@ -132,18 +136,69 @@ def fixed_divisor(n, DIVISOR: tl.constexpr, GAMMA: tl.constexpr, LENGTH: tl.cons
         return n * 0.0 + 1.0
 
 
+@triton.jit
+def _weight_line(total, a_max, s_max, factor, n, ACTIVATION: tl.constexpr, COSINE: tl.constexpr):
+    """slope and intercept such that max(slope a + intercept, 0) is 1 at the largest activation and 0 at the mean.
+
+    Flat rows, by the rule of numerics.flat_tolerance, get slope 0 and intercept 1; rows without weight zeros.
+    """
+    tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n, 1.0), 0.0)
+    spread = a_max - tau
+    if ACTIVATION == "softplus":
+        steep = 1.0 - tl.exp(-a_max)
+    elif ACTIVATION == "sigmoid":
+        steep = a_max * (1.0 - a_max)
+    elif ACTIVATION == "relu2":
+        steep = 2.0 * tl.sqrt(tl.maximum(a_max, 0.0))
+    else:
+        steep = a_max * 0.0 + 1.0
+    bound = factor if COSINE else tl.abs(s_max)
+    flat = (tl.abs(spread) <= FLAT_TOLERANCE * steep * (1.0 + bound)) & (total > 0) & (n > FIRST_ROWS)
+    live = (spread > 0) & (flat == 0) & (n > 0)
+    slope = tl.where(live, 1.0 / tl.where(live, spread, 1.0), 0.0)
+    return slope, tl.where(flat, 1.0, -tau * slope)
+
+
+@triton.jit
+def _row_statistics(
+    q, k_ptr, k_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor, bias, columns,
+    ACTIVATION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Over keys lo..hi: sum |a|, largest a, largest s, all [M]; a = exp(s - largest s) for exp."""
+    offsets = tl.arange(0, N)
+    total = tl.zeros([M], tl.float32)
+    a_max = tl.full([M], HIDDEN, tl.float32)
+    s_max = tl.full([M], HIDDEN, tl.float32)
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
+        k = load_tile(k_ptr, start, key_stop, k_stride, offsets, columns, D, True)  # [N, D]
+        s = dot(q, tl.trans(k), PRECISION=DOT) * factor[:, None] + bias[:, None]  # [M, N]
+        keys = (start + offsets)[None, :]
+        seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
+        higher = tl.maximum(s_max, tl.max(tl.where(seen, s, HIDDEN), 1))
+        a = tl.where(seen, activate(s, higher[:, None], ACTIVATION), 0.0)
+        if ACTIVATION == "exp":
+            total *= tl.exp(s_max - higher)
+        total += tl.sum(tl.abs(a), 1)
+        a_max = tl.maximum(a_max, tl.max(tl.where(seen, a, HIDDEN), 1))
+        s_max = higher
+    if ACTIVATION == "exp":
+        a_max = tl.where(s_max > HIDDEN, 1.0, HIDDEN)
+    return total, a_max, s_max
+
+
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, inverse_ptr, shift_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
+    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output, and for each row what its activations are multiplied by (inverse) and what exp was shifted by."""
+    """Output, and four numbers a row: what weights are multiplied by, what exp is shifted by, slope and intercept."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     program = tl.program_id(0)
     head = program // blocks  # b * Hq + h
@@ -166,10 +221,19 @@ def forward_kernel(
     factor, bias = row_numbers(n, SCALE, LOG_N, BIAS, LOG_LENGTH)
     full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
     q = load_tile(q_ptr, first_row, Lq, q_stride_l, tl.arange(0, BLOCK_M), columns, D, True)  # [M, D]
+    lo, hi = tl.min(row_start) // BLOCK_N * BLOCK_N, tl.max(row_stop)
     o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)  # of what is normalised: activations, or re-weighted ones
     shift = tl.full([BLOCK_M], HIDDEN, tl.float32)
-    for start in tl.range(tl.min(row_start) // BLOCK_N * BLOCK_N, tl.max(row_stop), BLOCK_N, num_stages=STAGES):
+    slope, intercept = total, total
+    if P > 0:
+        sums, a_max, s_max = _row_statistics(
+            q, k_ptr, k_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor, bias, columns,
+            ACTIVATION, D, BLOCK_M, BLOCK_N, DOT, STAGES,
+        )  # fmt: skip
+        slope, intercept = _weight_line(sums, a_max, s_max, factor, n, ACTIVATION, COSINE)
+        shift = s_max
+    for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         k = load_tile(k_ptr, start, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
         s = dot(q, tl.trans(k), PRECISION=DOT) * factor[:, None] + bias[:, None]  # [M, N]
@@ -178,10 +242,13 @@ def forward_kernel(
         if ACTIVATION == "exp":
             if masked:
                 s = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), s, HIDDEN)
-            higher = tl.maximum(shift, tl.max(s, 1))
-            shrink = tl.exp(shift - higher)
-            o, total, shift = o * shrink[:, None], total * shrink, higher
+            if P == 0:
+                higher = tl.maximum(shift, tl.max(s, 1))
+                shrink = tl.exp(shift - higher)
+                o, total, shift = o * shrink[:, None], total * shrink, higher
         a = activate(s, shift[:, None], ACTIVATION)
+        if P > 0:
+            a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P)
         if masked:
             a = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), a, 0.0)
         if DIVISOR == "l1":
@@ -190,43 +257,72 @@ def forward_kernel(
     divisor = total if DIVISOR == "l1" else fixed_divisor(n, DIVISOR, GAMMA, LENGTH)
     inverse = tl.where(divisor > 0, SIGN / tl.where(divisor > 0, divisor, 1.0), 0.0)
     store_tile(o_ptr, o * inverse[:, None], first_row, Lq, o_stride_l, tl.arange(0, BLOCK_M), columns, D)
-    at = head.to(tl.int64) * Lq + rows
-    tl.store(inverse_ptr + at, inverse, mask=rows < Lq)
+    at = rows_ptr + head.to(tl.int64) * Lq + rows
+    row_plane = tl.cast(row_plane, tl.int64)
+    tl.store(at, inverse, mask=rows < Lq)
     if ACTIVATION == "exp":
-        tl.store(shift_ptr + at, shift, mask=rows < Lq)
+        tl.store(at + row_plane, shift, mask=rows < Lq)
+    if P > 0:
+        tl.store(at + 2 * row_plane, slope, mask=rows < Lq)
+        tl.store(at + 3 * row_plane, intercept, mask=rows < Lq)
 
 
 @triton.jit
-def _weights_and_ds(
-    qk, dp, factor, bias, shift, inverse, delta, row_start, row_stop, keys, masked,
-    ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr,
+def _load_row_numbers(at, row_plane, inside, ACTIVATION: tl.constexpr, P: tl.constexpr):
+    """inverse, shift, slope, intercept [M, 1], zeros for rows past the last; those that play no part are inverse."""
+    row_plane = tl.cast(row_plane, tl.int64)
+    inverse = tl.load(at, mask=inside, other=0.0)
+    shift, slope, intercept = inverse, inverse, inverse
+    if ACTIVATION == "exp":
+        shift = tl.load(at + row_plane, mask=inside, other=0.0)
+    if P > 0:
+        slope = tl.load(at + 2 * row_plane, mask=inside, other=0.0)
+        intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)
+    return inverse[:, None], shift[:, None], slope[:, None], intercept[:, None]
+
+
+@triton.jit
+def _terms(
+    qk, dp, factor, bias, inverse, shift, slope, intercept, delta, row_start, row_stop, keys, masked,
+    ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of scores [M, N] from products q.k and dO.v; row numbers are [M, 1]."""
+    """From products q.k and dO.v [M, N], row numbers [M, 1]: weights; g; phi'; sign(a).
+
+    Without re-weighting g phi' are the gradients of scores. With it they are kappa (g - mean sign(a)) phi', where mean
+    is the sum of g over n_i (0 in the first rows) and kappa = P slope inverse: see docs/derivations.md.
+    """
     s = qk * factor + bias
     if ACTIVATION == "exp":  # noqa: SIM102 (the outer one is decided when compiling)
         if masked:  # exp(s - shift) of a hidden key may overflow
             s = tl.where((keys >= row_start) & (keys < row_stop), s, HIDDEN)
     a = activate(s, shift, ACTIVATION)
-    da = dp * inverse
-    if DIVISOR == "l1":
-        da -= tl.abs(inverse) * delta * _sign(a)
-    ds = da * slope_of(s, a, ACTIVATION)
-    weight = a * inverse
+    phi = slope_of(s, a, ACTIVATION)
+    sign = _sign(a)
+    if P > 0:
+        z = tl.maximum(a * slope + intercept, 0.0)
+        y = power(z, P - 1)
+        weight = y * z * inverse
+        g = (dp - delta) * y
+    else:
+        weight = a * inverse
+        g = dp * inverse
+        if DIVISOR == "l1":
+            g -= tl.abs(inverse) * delta * sign
     if masked:
         seen = (keys >= row_start) & (keys < row_stop)
-        weight, ds = tl.where(seen, weight, 0.0), tl.where(seen, ds, 0.0)
-    return weight, ds
+        weight, g, phi = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0), tl.where(seen, phi, 0.0)
+    return weight, g, phi, sign
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, inverse_ptr, shift_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, delta_ptr, mean_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
+    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -250,37 +346,46 @@ def query_gradient_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
-    factor, bias = row_numbers((row_stop - row_start).to(tl.float32), SCALE, LOG_N, BIAS, LOG_LENGTH)
+    n = (row_stop - row_start).to(tl.float32)
+    factor, bias = row_numbers(n, SCALE, LOG_N, BIAS, LOG_LENGTH)
     full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
     at = head.to(tl.int64) * Lq + rows
-    inverse = tl.load(inverse_ptr + at, mask=rows < Lq, other=0.0)
-    shift = tl.load(shift_ptr + at, mask=rows < Lq, other=0.0) if ACTIVATION == "exp" else inverse
+    inverse, shift, slope, intercept = _load_row_numbers(rows_ptr + at, row_plane, rows < Lq, ACTIVATION, P)
     delta = tl.load(delta_ptr + at, mask=rows < Lq, other=0.0)
     q = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sign_k = dq  # sum of sign(a) phi' k, which the mean of g multiplies in the end
+    g_sum = tl.zeros([BLOCK_M], tl.float32)
     for start in tl.range(tl.min(row_start) // BLOCK_N * BLOCK_N, tl.max(row_stop), BLOCK_N, num_stages=STAGES):
         k = load_tile(k_ptr, start, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
         qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + BLOCK_N > full_hi)
-        _, ds = _weights_and_ds(
-            qk, dp, factor[:, None], bias[:, None], shift[:, None], inverse[:, None], delta[:, None],
-            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked, ACTIVATION, DIVISOR,
+        _, g, phi, sign = _terms(
+            qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
+            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked, ACTIVATION, DIVISOR, P,
         )  # fmt: skip
-        dq = dot(saturate(ds, k.dtype), k, dq, PRECISION=DOT)
+        dq = dot(saturate(g * phi, k.dtype), k, dq, PRECISION=DOT)
+        if P > 0:
+            sign_k = dot(saturate(sign * phi, k.dtype), k, sign_k, PRECISION=DOT)
+            g_sum += tl.sum(g, 1)
+    if P > 0:
+        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
+        dq = (dq - sign_k * mean[:, None]) * (P * slope * inverse)
+        tl.store(mean_ptr + at, mean, mask=rows < Lq)
     store_tile(dq_ptr, dq * factor[:, None], first_row, Lq, dq_stride_l, row_offsets, columns, D)
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, inverse_ptr, shift_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, delta_ptr, mean_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
+    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -324,8 +429,9 @@ def key_gradient_kernel(
             inside = rows < Lq
             q = load_tile(q_head, start, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
             do = load_tile(do_head, start, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
-            inverse = tl.load(inverse_ptr + row_at + rows, mask=inside, other=0.0)  # rows past the last: no weight
-            shift = tl.load(shift_ptr + row_at + rows, mask=inside, other=0.0) if ACTIVATION == "exp" else inverse
+            inverse, shift, slope, intercept = _load_row_numbers(
+                rows_ptr + row_at + rows, row_plane, inside, ACTIVATION, P
+            )  # rows past the last have no weight
             delta = tl.load(delta_ptr + row_at + rows, mask=inside, other=0.0)
             row_start, row_stop = visible_keys(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
@@ -333,10 +439,14 @@ def key_gradient_kernel(
             factor, bias = row_numbers((row_stop - row_start).to(tl.float32), SCALE, LOG_N, BIAS, LOG_LENGTH)
             qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
             masked = (start < full_lo) | (start + BLOCK_M > full_hi)
-            weight, ds = _weights_and_ds(
-                qk, dp, factor[:, None], bias[:, None], shift[:, None], inverse[:, None], delta[:, None],
-                row_start[:, None], row_stop[:, None], keys, masked, ACTIVATION, DIVISOR,
+            weight, g, phi, sign = _terms(
+                qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
+                row_start[:, None], row_stop[:, None], keys, masked, ACTIVATION, DIVISOR, P,
             )  # fmt: skip
+            if P > 0:
+                mean = tl.load(mean_ptr + row_at + rows, mask=inside, other=0.0)
+                g = (g - mean[:, None] * sign) * (P * slope * inverse)
+            ds = g * phi
             dv = dot(tl.trans(saturate(weight, do.dtype)), do, dv, PRECISION=DOT)
             dk = dot(tl.trans(saturate(ds * factor[:, None], q.dtype)), q, dk, PRECISION=DOT)
     store_tile(dk_ptr, dk, first_key, Lk, dk_stride_l, key_offsets, columns, D)
