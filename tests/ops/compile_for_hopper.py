@@ -1,0 +1,56 @@
+"""Compile a kernel for an H100, which needs no card: `python -m tests.ops.compile_for_hopper MODULE KERNEL CONSTANTS`.
+
+Run as a process of its own: Triton's interpreter, which other tests use, is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+TYPES = {  # of pointers that are not bfloat16
+    "*fp32": ("v_max_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr"),
+    "*i32": ("key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
+}
+
+
+def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, int]:
+    """Bytes of shared memory and asynchronous products of a kernel; what the compiler says, if it fails."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", __name__, module, kernel, json.dumps(constants), json.dumps(types)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str]) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(importlib.import_module(module), name)
+    warps = constants.pop("warps")
+    known = {pointer: kind for kind, pointers in TYPES.items() for pointer in pointers} | types
+    signature, values, attributes = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument], values[(i,)] = "constexpr", constants[argument]
+            continue
+        signature[argument] = known.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
+        if argument.endswith("_ptr") or "stride" in argument or argument == "row_plane":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source_of = GluonASTSource if "hopper" in module else ASTSource
+    source = source_of(kernel, signature=signature, constexprs=values, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(json.dumps({"shared": made.metadata.shared, "wgmma": made.asm["ptx"].count("wgmma.mma_async")}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), json.loads(sys.argv[4]))
