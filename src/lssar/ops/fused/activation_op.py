@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from lssar.ops.fused import activations
+from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.op import document_bounds
 from lssar.ops.fused.tiles import launch
 from lssar.ops.numerics import scale_factor
@@ -119,41 +120,8 @@ def _backward(
     return dq, dk, dv
 
 
-_OPTIONS = "str spec, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
-forward_op = torch.library.custom_op(
-    "lssar::activation_forward", _forward, mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-)  # fmt: skip
-backward_op = torch.library.custom_op(
-    "lssar::activation_backward", _backward, mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
+def _rows_of(q: Tensor) -> Tensor:
+    return q.new_empty((4, *q.shape[:3]), dtype=torch.float32)
 
 
-@forward_op.register_fake
-def _(q, k, v, spec, causal, cu_seqlens, key_lengths, window):
-    return torch.empty_like(q), q.new_empty((4, *q.shape[:3]), dtype=torch.float32)
-
-
-@backward_op.register_fake
-def _(q, k, v, o, do, rows, spec, causal, cu_seqlens, key_lengths, window):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, ctx.spec, ctx.causal, cu_seqlens, key_lengths, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, key_lengths)
-
-
-def _differentiate(ctx, do, _):
-    q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
-    grads = backward_op(q, k, v, o, do, rows, ctx.spec, ctx.causal, cu_seqlens, key_lengths, ctx.window)
-    return *grads, None, None, None, None, None
-
-
-def _refuse(ctx, *_):
-    raise RuntimeError("fused attention has no second derivative; use impl='reference' for double backward")
-
-
-forward_op.register_autograd(_differentiate, setup_context=_save)
-backward_op.register_autograd(_refuse)
+forward_op = differentiable("activation", "str spec", _forward, _backward, _rows_of)

@@ -19,10 +19,10 @@ from lssar.ops.fused.primitives import (
     dot,
     load_tile,
     power,
+    rows_of_keys,
     saturate,
     store_tile,
     visible_keys,
-    visible_rows,
 )
 
 
@@ -405,15 +405,10 @@ def key_gradient_kernel(
     key_offsets = tl.arange(0, BLOCK_N)
     row_offsets = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
-    key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    last_key = tl.minimum(first_key + BLOCK_N, Lk) - 1
-    row_lo, row_hi, full_lo, full_hi = visible_rows(
-        first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    if first_key + BLOCK_N > key_stop:  # a ragged block has no tile without a mask
-        full_hi = 0
-    if first_key >= key_stop:
-        row_hi = row_lo
+    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+        first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+        CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
+    )  # fmt: skip
     k = load_tile(k_ptr, first_key, key_stop, k_stride_l, key_offsets, columns, D, True)  # [N, D]
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, key_offsets, columns, D, True)  # [N, D]
     keys = (first_key + key_offsets)[None, :]

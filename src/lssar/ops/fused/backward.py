@@ -21,6 +21,7 @@ from lssar.ops.fused.primitives import (
     load_tile,
     power,
     read_tile,
+    rows_of_keys,
     saturate,
     score_scale,
     sigmoid2,
@@ -29,7 +30,6 @@ from lssar.ops.fused.primitives import (
     tile_source,
     unit_rows_backward,
     visible_keys,
-    visible_rows,
     weight_root,
 )
 
@@ -270,15 +270,10 @@ def key_gradient_kernel(
 
     offsets = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
-    key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    last_key = tl.minimum(first_key + BLOCK_N, Lk) - 1
-    row_lo, row_hi, full_lo, full_hi = visible_rows(
-        first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    if first_key + BLOCK_N > key_stop:  # a ragged block has no tile without a mask
-        full_hi = 0
-    if first_key >= key_stop:
-        row_hi = row_lo
+    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+        first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+        CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
+    )  # fmt: skip
 
     if EXACT_QUERIES:  # with queries near 1, keys of any norm up to 1e37 have finite products: no copy
         k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]

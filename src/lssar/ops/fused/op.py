@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from lssar.ops.fused import backward
+from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
@@ -173,42 +174,9 @@ def _backward(
     return dq, dk, dv
 
 
-_OPTIONS = "float? p, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
-forward_op = torch.library.custom_op(
-    "lssar::fused_forward", _forward, mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)",
-)  # fmt: skip
-backward_op = torch.library.custom_op(
-    "lssar::fused_backward", _backward, mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-)  # fmt: skip
-
-
-@forward_op.register_fake
-def _(q, k, v, p, causal, cu_seqlens, key_lengths, window):
+def _rows_of(q: Tensor) -> Tensor:
     row_stride = (q.shape[2] + 127) // 128 * 128
-    return torch.empty_like(q), q.new_empty((3, q.shape[0] * q.shape[1], row_stride), dtype=torch.float32)
+    return q.new_empty((3, q.shape[0] * q.shape[1], row_stride), dtype=torch.float32)
 
 
-@backward_op.register_fake
-def _(q, k, v, o, do, rows, p, causal, cu_seqlens, key_lengths, window):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, ctx.p, ctx.causal, cu_seqlens, key_lengths, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, key_lengths)
-
-
-def _differentiate(ctx, do, _):
-    q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
-    grads = backward_op(q, k, v, o, do, rows, ctx.p, ctx.causal, cu_seqlens, key_lengths, ctx.window)
-    return *grads, None, None, None, None, None
-
-
-def _refuse(ctx, *_):
-    raise RuntimeError("fused LSSAR has no second derivative; use impl='tiled' or impl='reference' for double backward")
-
-
-forward_op.register_autograd(_differentiate, setup_context=_save)
-backward_op.register_autograd(_refuse)
+forward_op = differentiable("fused", "float? p", _forward, _backward, _rows_of)

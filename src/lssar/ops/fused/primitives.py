@@ -213,6 +213,24 @@ def visible_rows(
 
 
 @triton.jit
+def rows_of_keys(
+    first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """For the N keys from first_key on: where keys end, the rows that see any of them, and those that see them all."""
+    key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    last_key = tl.minimum(first_key + N, Lk) - 1
+    row_lo, row_hi, full_lo, full_hi = visible_rows(
+        first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )
+    if first_key + N > key_stop:  # a ragged block has no tile without a mask
+        full_hi = 0
+    if first_key >= key_stop:
+        row_hi = row_lo
+    return key_stop, row_lo, row_hi, full_lo, full_hi
+
+
+@triton.jit
 def score_scale(n, LOG_D: tl.constexpr):
     """c_i * log2(e), c_i = log(d) * log(n_i): n is a float tensor of visible keys."""
     return LOG_D * tl.log2(tl.maximum(n, 1.0))

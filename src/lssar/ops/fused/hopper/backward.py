@@ -39,12 +39,12 @@ from lssar.ops.fused.primitives import (
     inverse_norms,
     lane_sum,
     power,
+    rows_of_keys,
     score_scale,
     sigmoid2,
     softplus2,
     unit_rows_backward,
     visible_keys,
-    visible_rows,
     weight_root,
 )
 
@@ -184,15 +184,10 @@ def key_gradient_kernel(
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     element: gl.constexpr = do_ptr.dtype.element_ty
 
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    last_key = gl.minimum(first_key + BLOCK_N, Lk) - 1
-    row_lo, row_hi, full_lo, full_hi = visible_rows(
-        first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    if first_key + BLOCK_N > key_stop:  # a ragged block has no tile without a mask
-        full_hi = 0
-    if first_key >= key_stop:
-        row_hi = row_lo
+    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+        first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+        CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
+    )  # fmt: skip
     row_lo = row_lo // BLOCK_M * BLOCK_M
     raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
     key_scale = gl.convert_layout(inverse_norms(raw_k.to(gl.float32)), gl.SliceLayout(1, score_layout))  # [N]
