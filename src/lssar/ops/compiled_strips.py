@@ -1,6 +1,6 @@
 """A strip of tiled attention as two functions for torch.compile: on a GPU its sweeps become one or two kernels.
 
-In plain PyTorch each of about twenty sweeps over a strip reads and writes device memory, which is all that they cost.
+In plain PyTorch each of many sweeps over a strip reads and writes device memory, which is what they cost.
 Compiling takes seconds for each mechanism, so only calls that are large enough to be worth it come here (`worthwhile`).
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ def _functions(spec: AttentionSpec) -> tuple[Function, Function]:
         factor = row_math.backpropagate(rows, ds, n, spec, hide, buffer) * factor
         return torch.bmm(ds, k) * factor, torch.bmm(ds.mT, q * factor), dv
 
-    compiled = (torch.compile(f, fullgraph=True, dynamic=True) for f in (output, gradients))
-    return next(compiled), next(compiled)
+    compiled = partial(torch.compile, fullgraph=True, dynamic=True)
+    return compiled(output), compiled(gradients)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,11 @@ def eps_of(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
+def whole(x: float) -> float:
+    """As an int where it is one: kernels make whole powers by multiplication."""
+    return int(x) if float(x).is_integer() else float(x)
+
+
 def scale_factor(d: int, spec: AttentionSpec) -> float:
     """What all products q.k are multiplied by."""
     return math.log(d) if spec.scale == "log_d" else 1 / math.sqrt(d)

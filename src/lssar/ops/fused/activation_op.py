@@ -12,15 +12,10 @@ from torch import Tensor
 
 from lssar.ops.fused import activations
 from lssar.ops.fused.autograd import differentiable
-from lssar.ops.fused.op import document_bounds
+from lssar.ops.fused.op import what_rows_see
 from lssar.ops.fused.tiles import launch
-from lssar.ops.numerics import scale_factor
+from lssar.ops.numerics import scale_factor, whole
 from lssar.specs import AttentionSpec
-
-
-def _exponent(p: float | None) -> float:
-    """0: no re-weighting. Whole numbers as such: their powers are multiplications."""
-    return 0 if p is None else int(p) if float(p).is_integer() else float(p)
 
 
 @lru_cache(maxsize=256)
@@ -29,8 +24,8 @@ def _mechanism(literal: str, d: int) -> dict[str, Any]:
     return {
         "ACTIVATION": spec.activation, "DIVISOR": spec.divisor, "SIGN": -1.0 if spec.negate else 1.0,
         "SCALE": scale_factor(d, spec), "LOG_N": spec.log_n, "BIAS": spec.bias, "LENGTH": float(spec.train_length),
-        "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma), "P": _exponent(spec.p),
-        "COSINE": spec.cosine,
+        "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma), "COSINE": spec.cosine,
+        "P": 0 if spec.p is None else whole(spec.p),  # 0: no re-weighting
         "D": d, "BLOCK_D": max(16, triton.next_power_of_2(d)),
     }  # fmt: skip
 
@@ -40,21 +35,9 @@ def _arguments(
     window: int | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """What all three kernels take last: shapes and what rows see, and constants."""
-    doc_start = doc_stop = q  # any pointer: never read
-    if cu_seqlens is not None:
-        doc_start, doc_stop = document_bounds(cu_seqlens, k.shape[2])
-    if key_lengths is not None:
-        key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
-    positional = (
-        q.shape[1], k.shape[1], q.shape[2], k.shape[2], 0 if window is None else min(window, 2**30),
-        q if key_lengths is None else key_lengths, doc_start, doc_stop,
-    )  # fmt: skip
-    constants = {
-        **_mechanism(spec, q.shape[-1]), "CAUSAL": causal, "WINDOWED": window is not None,
-        "PACKED": cu_seqlens is not None, "HAS_LENGTHS": key_lengths is not None,
-        "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-    return positional, constants
+    seen, kind = what_rows_see(q, k.shape[2], causal, cu_seqlens, key_lengths, window)
+    dot = "ieee" if q.dtype == torch.float32 else "tf32"
+    return (q.shape[1], k.shape[1], *seen), {**_mechanism(spec, q.shape[-1]), **kind, "DOT": dot}
 
 
 def _launch(name: str, q: Tensor, run: Any) -> None:

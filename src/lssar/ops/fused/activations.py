@@ -161,7 +161,7 @@ def _weight_line(total, a_max, s_max, factor, n, ACTIVATION: tl.constexpr, COSIN
 
 @triton.jit
 def _row_statistics(
-    q, k_ptr, k_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor, bias, columns,
+    q, k_ptr, k_stride, lo, hi, row_start, row_stop, key_stop, factor, bias, columns,
     ACTIVATION: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -228,7 +228,7 @@ def forward_kernel(
     slope, intercept = total, total
     if P > 0:
         sums, a_max, s_max = _row_statistics(
-            q, k_ptr, k_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor, bias, columns,
+            q, k_ptr, k_stride_l, lo, hi, row_start, row_stop, key_stop, factor, bias, columns,
             ACTIVATION, D, BLOCK_M, BLOCK_N, DOT, STAGES,
         )  # fmt: skip
         slope, intercept = _weight_line(sums, a_max, s_max, factor, n, ACTIVATION, COSINE)

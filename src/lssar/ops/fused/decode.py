@@ -31,6 +31,7 @@ from lssar.ops.fused.primitives import (
     weight_line,
     weight_root,
 )
+from lssar.ops.numerics import whole
 
 PROGRAMS_PER_MULTIPROCESSOR = 16
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
@@ -350,7 +351,6 @@ def decode(
     o = torch.empty_like(q)
     if lengths is not None:
         lengths = lengths.to(torch.int32)
-    exponent = 1.0 if p is None else float(p)
     common = {
         "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
         "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
@@ -368,7 +368,7 @@ def decode(
     value_kernel[grid](
         scores, v_cache, parts[0], parts[1], o_parts, parts[2], listed, weights, lengths_or_any, table, *v_strides,
         table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
-        P=int(exponent) if exponent.is_integer() else exponent, REWEIGHT=p is not None,
+        P=whole(1.0 if p is None else p), REWEIGHT=p is not None,
         BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits),
         STAGES=stages, num_warps=warps, **common, **following,
     )  # fmt: skip

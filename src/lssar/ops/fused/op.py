@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import launch, tma_aligned
+from lssar.ops.numerics import whole
 
 NORMALIZE_BLOCK = 32
 LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
@@ -35,30 +37,14 @@ class _Call:
         self.Hkv, self.Lk = k.shape[1], k.shape[2]
         self.itemsize = q.element_size()
         self.score_dtype = SCORE_DTYPES[q.dtype]
-        empty = q  # any pointer: never read
-        doc_start = doc_stop = empty
-        if cu_seqlens is not None:
-            doc_start, doc_stop = document_bounds(cu_seqlens, self.Lk)
-        if key_lengths is not None:
-            key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
-        self.visibility = (
-            self.Lq, self.Lk, 0 if window is None else min(window, 2**30),
-            empty if key_lengths is None else key_lengths, doc_start, doc_stop,
-        )  # fmt: skip
-        self.visibility_kind = {
-            "CAUSAL": causal,
-            "WINDOWED": window is not None,
-            "PACKED": cu_seqlens is not None,
-            "HAS_LENGTHS": key_lengths is not None,
-        }
-        exponent = 1.0 if p is None else float(p)
+        self.visibility, self.visibility_kind = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
         self.shape = {
             "LOG_D": math.log(self.D),
             "D": self.D,
             "BLOCK_D": max(16, triton.next_power_of_2(self.D)),
         }
         self.mechanism = {
-            "P": int(exponent) if exponent.is_integer() else exponent,
+            "P": whole(1.0 if p is None else p),
             "REWEIGHT": p is not None,
             "LOG_DEGREE": LOG_DEGREES[q.dtype],
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
@@ -97,6 +83,28 @@ def hopper_kernels(d: int, part: str) -> ModuleType | None:
         warnings.warn(f"the kernels for Hopper need another Triton ({problem}); slower ones are used", stacklevel=2)
         return None
     return hopper
+
+
+def what_rows_see(
+    q: Tensor, Lk: int, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
+) -> tuple[tuple[Any, ...], dict[str, bool]]:  # fmt: skip
+    """Arguments of the kernels (Lq, Lk, window, lengths, documents) and their constants."""
+    doc_start = doc_stop = q  # any pointer: never read
+    if cu_seqlens is not None:
+        doc_start, doc_stop = document_bounds(cu_seqlens, Lk)
+    if key_lengths is not None:
+        key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
+    arguments = (
+        q.shape[2], Lk, 0 if window is None else min(window, 2**30), q if key_lengths is None else key_lengths,
+        doc_start, doc_stop,
+    )  # fmt: skip
+    constants = {
+        "CAUSAL": causal,
+        "WINDOWED": window is not None,
+        "PACKED": cu_seqlens is not None,
+        "HAS_LENGTHS": key_lengths is not None,
+    }
+    return arguments, constants
 
 
 def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
