@@ -269,6 +269,15 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             )
 
 
+def cudnn_decode(q, k, v):
+    """Milliseconds of softmax."""
+    from triton.testing import do_bench_cudagraph
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+        return do_bench_cudagraph(grouped, rep=25, return_mode="median")
+
+
 def decode_norms(
     shapes=((1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (1, 16, 16, 64, 32768),
             (1, 16, 16, 64, 131072), (16, 16, 16, 64, 32768)),
@@ -281,9 +290,7 @@ def decode_norms(
     for batch, heads, kv_heads, d, length in shapes:
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         unit = F.normalize(k.float(), dim=-1).bfloat16()
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=heads != kv_heads)
-            cudnn = do_bench_cudagraph(grouped, rep=25, return_mode="median")
+        cudnn = cudnn_decode(q, k, v)
         expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
         split = {f"unit{n}": max(1, n * 132 // (batch * kv_heads)) for n in (2, 4, 8, 16)}  # programs a multiprocessor
         settings = {
@@ -316,9 +323,7 @@ def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 
     for batch, heads, kv_heads, d, length in shapes:
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         k = F.normalize(k.float(), dim=-1).bfloat16()
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=heads != kv_heads)
-            cudnn = do_bench_cudagraph(grouped, rep=20, return_mode="median")
+        cudnn = cudnn_decode(q, k, v)
         expected = module.decode(q, k, v, 15.0, None, None, 0.0)
         times = []
         for block, warps, stages in settings:
