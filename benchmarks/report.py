@@ -1,7 +1,8 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length`; there the name may be of several files, joined by a comma.
+modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream`; for those the name may
+be of several files, joined by a comma.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -21,6 +22,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     results = [json.loads(path.read_text()) for path in paths]
     if words == ["lengths"]:
         return length_table(results)
+    if words == ["downstream"]:
+        return downstream_table(results)
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -66,6 +69,24 @@ def length_table(results: list[dict]) -> str:
         cells += [f"{point['loss']:.3f}" for point in curve["by_length"]]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *(_source(result) for result in results)]) + "\n"
+
+
+def downstream_table(results: list[dict]) -> str:
+    """Scores of each arm with their standard errors, and what chance would give."""
+    from lssar.evaluation.downstream import table_of
+
+    arms = [arm for result in results for arm in result["arms"]]
+    heads, rows = table_of({"arms": arms})
+    lines = ["| " + " | ".join(head.replace("\n", ", ") for head in heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(cells).replace("+-", "±") + " |" for cells in rows]
+    machine, recipe = arms[0]["environment"], arms[0]["recipe"]
+    lines.append(
+        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}, step "
+        f"{arms[0]['step']}; {machine.get('gpu') or machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}, commit "
+        f"{', '.join(dict.fromkeys(str(arm['environment']['commit']) for arm in arms))}, {arms[0]['harness']} harness. Commands: "
+        + ", ".join(f"`{arm['command']}`" for arm in arms) + "."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def _source(result: dict) -> str:

@@ -25,6 +25,8 @@ from lssar.evaluation.downstream import (
     evaluate_benchmark,
     find_file,
     read_documents,
+    shown,
+    table_of,
 )
 from lssar.records import command_line, environment, write_json
 
@@ -232,36 +234,15 @@ class _Model:
 
 def _say(label: str, task: str, row: dict[str, Any]) -> None:
     """A line for a log, where there is no bar."""
-    found = ", ".join(f"{metric} {_cell(value, metric, None)}" for metric, value in row["metrics"].items())
+    found = ", ".join(f"{metric} {shown(value, metric)}" for metric, value in row["metrics"].items())
     print(f"{label}: {task}: {found} ({row['seconds']:.1f}s)", flush=True)
 
 
 def downstream_table(result: dict[str, Any]) -> Table:
-    arms = [arm for arm in result["arms"] if arm["tasks"]]
+    heads, rows = table_of(result)
     table = Table(title="zero-shot, %; perplexity as it is")
-    table.add_column("task")
-    table.add_column("metric")
-    table.add_column("chance", justify="right")
-    for arm in arms:
-        table.add_column(f"{arm['label']}\n{arm['max_length'] or ''}", justify="right")
-    for task in dict.fromkeys(task for arm in arms for task in arm["tasks"]):
-        rows = [arm["tasks"].get(task) for arm in arms]
-        for metric in dict.fromkeys(metric for row in rows if row for metric in row["metrics"]):
-            level = next((row["chance"] for row in rows if row and "chance" in row), None)
-            constant = next((row["constant"] for row in rows if row and "constant" in row), None)
-            shown = "-" if level is None or metric == "perplexity" else f"{100 * level:.0f}"
-            shown += f" ({100 * constant:.0f} by one answer)" if constant is not None else ""
-            guess = None if level is None else max(level, constant or 0.0)
-            cells = [_cell(row["metrics"].get(metric), metric, guess) if row else "-" for row in rows]
-            table.add_row(task, metric, shown, *cells)
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _cell(found: dict[str, float | None] | None, metric: str, guess: float | None) -> str:
-    if found is None or found["value"] is None:
-        return "-"
-    value, error = found["value"], found["stderr"]
-    if metric == "perplexity":
-        return f"{value:.3g}" + ("" if error is None else f" +-{error:.2g}")
-    at_chance = guess is not None and error is not None and value <= guess + 2 * error
-    return f"{100 * value:.1f}" + ("" if error is None else f" +-{100 * error:.1f}") + ("*" if at_chance else "")

@@ -251,3 +251,33 @@ def _perplexity(log_likelihood: dict[str, float | None]) -> dict[str, float | No
     assert mean is not None
     value = math.exp(min(-mean, 700.0))
     return {"value": value, "stderr": None if error is None else value * error}
+
+
+def table_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """What `lssar eval downstream` wrote, as a table: a row for each task and metric, a column for each arm."""
+    arms = [arm for arm in result["arms"] if arm["tasks"]]
+    heads = ["task", "metric", "chance", *(f"{arm['label']}\n{arm['max_length'] or ''}" for arm in arms)]
+    lines = []
+    for task in dict.fromkeys(task for arm in arms for task in arm["tasks"]):
+        rows = [arm["tasks"].get(task) for arm in arms]
+        for metric in dict.fromkeys(metric for row in rows if row for metric in row["metrics"]):
+            level = next((row["chance"] for row in rows if row and "chance" in row), None)
+            constant = next((row["constant"] for row in rows if row and "constant" in row), None)
+            by_luck = "-" if level is None or metric == "perplexity" else f"{100 * level:.0f}"
+            by_luck += f" ({100 * constant:.0f} by one answer)" if constant is not None else ""
+            guess = None if level is None else max(level, constant or 0.0)
+            lines.append(
+                [task, metric, by_luck, *(shown(row["metrics"].get(metric), metric, guess) if row else "-" for row in rows)]
+            )
+    return heads, lines
+
+
+def shown(found: dict[str, float | None] | None, metric: str, guess: float | None = None) -> str:
+    """A figure and its standard error, with a star where it is not two of them above `guess`."""
+    if found is None or found["value"] is None:
+        return "-"
+    value, error = found["value"], found["stderr"]
+    if metric == "perplexity":
+        return f"{value:.3g}" + ("" if error is None else f" +-{error:.2g}")
+    at_chance = guess is not None and error is not None and value <= guess + 2 * error
+    return f"{100 * value:.1f}" + ("" if error is None else f" +-{100 * error:.1f}") + ("*" if at_chance else "")

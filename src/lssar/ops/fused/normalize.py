@@ -23,8 +23,8 @@ def normalize_kernel(
     VALUE_MAX: x are keys; leave the largest |v| of the keys that exist in v_max_ptr, for each head of keys (a maximum:
     order does not matter).
     """
-    start = tl.program_id(0) * BLOCK
-    head = tl.program_id(1)
+    start = tl.program_id(1) * BLOCK
+    head = tl.program_id(0)  # the second axis of a grid ends at 65535, and heads x batch may not
     b = head // H
     x_ptr += b.to(tl.int64) * stride_b + (head % H).to(tl.int64) * stride_h
     out_ptr += head.to(tl.int64) * L * D

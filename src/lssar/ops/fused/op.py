@@ -59,7 +59,7 @@ class _Call:
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
         for x, out, queries in ((q, unit_q, True), (k, unit_k, False)):
             L, H = x.shape[2], x.shape[1]
-            normalize_kernel[(triton.cdiv(L, NORMALIZE_BLOCK), self.B * H)](
+            normalize_kernel[(self.B * H, triton.cdiv(L, NORMALIZE_BLOCK))](
                 x, out, *x.stride()[:3], L, H, v, *v.stride()[:3], v if v_max is None else v_max, *self.visibility,
                 SCALE_QUERIES=queries, VALUE_MAX=not queries and v_max is not None,
                 BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
