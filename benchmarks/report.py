@@ -1,8 +1,8 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream`; for those the name may
-be of several files, joined by a comma.
+modes, `lengths` makes the table of `lssar eval length` and `downstream` that of `lssar eval downstream`; for those the
+name may be of several files, joined by a comma.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -80,11 +80,12 @@ def downstream_table(results: list[dict]) -> str:
     lines = ["| " + " | ".join(head.replace("\n", ", ") for head in heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(cells).replace("+-", "±") + " |" for cells in rows]
     machine, recipe = arms[0]["environment"], arms[0]["recipe"]
+    commits = ", ".join(dict.fromkeys(str(arm["environment"]["commit"]) for arm in arms))
+    commands = ", ".join(f"`{arm['command']}`" for arm in arms)
     lines.append(
         f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}, step "
-        f"{arms[0]['step']}; {machine.get('gpu') or machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}, commit "
-        f"{', '.join(dict.fromkeys(str(arm['environment']['commit']) for arm in arms))}, {arms[0]['harness']} harness. Commands: "
-        + ", ".join(f"`{arm['command']}`" for arm in arms) + "."
+        f"{arms[0]['step']}; {machine.get('gpu') or machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}, "
+        f"commit {commits}, {arms[0]['harness']} harness. Commands: {commands}."
     )
     return "\n".join(lines) + "\n"
 

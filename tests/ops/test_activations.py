@@ -57,6 +57,19 @@ def test_reweighted(name):
         compare(lssar.spec(name).reweighted(p), torch.float32, L=3 if p == 1 else 37, note=f"p = {p}")
 
 
+@pytest.mark.parametrize("name", ["raw_l1", "l1_relu2", "l1_mish", "softmax"])
+def test_one_key_alone(name):
+    """Its weight is one whatever the score: the output is its value to the bit, and no gradient reaches q and k."""
+    dtype = torch.bfloat16 if CUDA else torch.float16  # the interpreter cuts bfloat16 off instead of rounding
+    q, k, v = (x.to(DEVICE) for x in qkv(Lq=1, Lk=1, Hq=2, Hkv=2, D=128, dtype=dtype, grad=False))
+    q = torch.where((q * k).sum(-1, keepdim=True) < 0, -q, q)  # a positive score: ReLU gives nothing for others
+    o, dq, dk, _ = with_gradients(
+        lambda *x: fused.activation_attention(*x, lssar.spec(name), causal=True), (q, k, v), torch.ones_like(v)
+    )
+    assert torch.equal(o, v)
+    assert dq.abs().max() < 1e-4 and dk.abs().max() < 1e-4
+
+
 def test_flat_rows_are_uniform():
     q, k, v = (x.to(DEVICE) for x in qkv(B=1, Lq=9, Lk=9, D=16, dtype=torch.float32, grad=False))
     k = k[:, :, :1].expand_as(k).contiguous()

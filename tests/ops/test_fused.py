@@ -273,7 +273,7 @@ def test_gpu_every_output_is_written():
 @pytest.mark.gpu
 def test_gpu_compile_and_cuda_graph():
     q, k, v, do = tensors(B=1, Hq=4, Hkv=4, Lq=256, D=64, dtype=torch.bfloat16)
-    call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
+    call = lambda *x: lssar.attention(*x, "lssar")  # noqa: E731  (what chooses the kernel is traced, too)
     want = with_gradients(call, (q, k, v), do)
     got = with_gradients(torch.compile(call, fullgraph=True), (q, k, v), do)
     assert all(torch.equal(a, b) for a, b in zip(got, want))
@@ -286,6 +286,32 @@ def test_gpu_compile_and_cuda_graph():
     lengths.fill_(200)
     graph.replay()
     assert torch.equal(o, fused_decode(row, k, v, p=15, lengths=lengths))
+
+
+@pytest.mark.gpu
+def test_gpu_more_heads_than_a_grid_is_wide():
+    """Batches of short rows: batch x heads beyond 65535, where the second axis of a grid ends."""
+    q, k, v, do = tensors(B=6000, Hq=12, Hkv=12, Lq=5, D=64, dtype=torch.bfloat16)
+    call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
+    last = [x[-1:] for x in (q, k, v)]
+    assert all(
+        torch.equal(a[-1:], b) for a, b in zip(with_gradients(call, (q, k, v), do), with_gradients(call, last, do[-1:]))
+    )
+    row = q[:, :, -1:].contiguous()
+    assert torch.equal(fused_decode(row, k, v, p=15)[-1:], fused_decode(row[-1:], k[-1:], v[-1:], p=15))
+
+
+def test_splits_of_decode_fill_the_card():
+    from lssar.ops.fused.decode import choose_splits
+
+    tile = 3 * 64 * 128 * 2  # bytes of three stages of 64 bfloat16 keys of 128
+    card = {"multiprocessors": 132, "shared_memory": 228 * 1024}
+    assert choose_splits(8, 2**17, tile, **card) == 66  # one wave: four programs on each of 132
+    assert choose_splits(16, 2**17, tile // 2, **card) == 66  # eight on each
+    assert choose_splits(300, 2**17, tile, **card) == 5  # one wave would be 300 of 528 places, three are 1500 of 1584
+    assert choose_splits(8, 600, tile, **card) == 3  # none shorter than 256 keys
+    assert choose_splits(10_000, 2**17, tile, **card) == 1
+    assert choose_splits(3, 1, tile, multiprocessors=1, shared_memory=1024) == 1
 
 
 @pytest.mark.gpu

@@ -266,9 +266,8 @@ def table_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             by_luck = "-" if level is None or metric == "perplexity" else f"{100 * level:.0f}"
             by_luck += f" ({100 * constant:.0f} by one answer)" if constant is not None else ""
             guess = None if level is None else max(level, constant or 0.0)
-            lines.append(
-                [task, metric, by_luck, *(shown(row["metrics"].get(metric), metric, guess) if row else "-" for row in rows)]
-            )
+            cells = [shown(row["metrics"].get(metric), metric, guess) if row else "-" for row in rows]
+            lines.append([task, metric, by_luck, *cells])
     return heads, lines
 
 

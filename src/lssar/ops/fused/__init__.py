@@ -21,6 +21,7 @@ __all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
 LONGEST = 2**30
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # Dynamo cannot trace the question
 
 
 def is_lssa(spec: Any) -> bool:
@@ -61,7 +62,7 @@ def why_not(
         return "the fused kernels take no mask; give padding as key_lengths, packs as cu_seqlens, or use impl='tiled'"
     if return_weights:
         return "the fused kernels never hold the weights; return_weights=True needs impl='reference' or impl='tiled'"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the fused kernels need Triton, which is not installed"
     if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the fused kernels run on a GPU; the inputs are on {q.device} (for tests: TRITON_INTERPRET=1)"

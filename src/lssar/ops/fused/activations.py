@@ -251,9 +251,10 @@ def forward_kernel(
             a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P)
         if masked:
             a = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), a, 0.0)
-        if DIVISOR == "l1":
-            total += tl.sum(tl.abs(a), 1)
-        o = dot(saturate(a, v.dtype), v, o, PRECISION=DOT)
+        weight = saturate(a, v.dtype)
+        if DIVISOR == "l1":  # the sum of what is multiplied: of one key alone the output is then v to the bit
+            total += tl.sum(tl.abs(weight.to(tl.float32)), 1)
+        o = dot(weight, v, o, PRECISION=DOT)
     divisor = total if DIVISOR == "l1" else fixed_divisor(n, DIVISOR, GAMMA, LENGTH)
     inverse = tl.where(divisor > 0, SIGN / tl.where(divisor > 0, divisor, 1.0), 0.0)
     store_tile(o_ptr, o * inverse[:, None], first_row, Lq, o_stride_l, tl.arange(0, BLOCK_M), columns, D)

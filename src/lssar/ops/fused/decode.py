@@ -33,8 +33,22 @@ from lssar.ops.fused.primitives import (
 )
 from lssar.ops.numerics import whole
 
-PROGRAMS_PER_MULTIPROCESSOR = 16
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
+MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory would hold
+SHARED_MEMORY = 227 * 1024  # a multiprocessor's, where PyTorch does not say
+
+
+def choose_splits(heads: int, length: int, tile_bytes: int, multiprocessors: int, shared_memory: int) -> int:
+    """Into how many parts to split the keys of each of `heads` (batch x key heads).
+
+    Whole waves of programs: as many as the multiprocessors hold at once, by the shared memory of a program's tiles, or
+    the next multiple of that which leaves at most a tenth of the places of its last wave empty.
+    """
+    places = multiprocessors * max(1, min(MOST_PROGRAMS, shared_memory // (tile_bytes + 2048)))
+    choices = [max(1, waves * places // heads) for waves in (1, 2, 3, 4)]
+    used = [heads * splits / (triton.cdiv(heads * splits, places) * places) for splits in choices]
+    best = next((i for i, share in enumerate(used) if share >= 0.9), used.index(max(used)))
+    return max(1, min(choices[best], triton.cdiv(length, SHORTEST_SPLIT)))
 
 
 @triton.jit
@@ -309,11 +323,12 @@ def combine_kernel(
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
     tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int | None = None,
-    stages: int = 3, norms: str | None = None, ahead: bool = False,
+    stages: int = 3, norms: str | None = None, ahead: bool | None = None,
 ) -> Tensor:  # fmt: skip
     """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity.
 
-    ahead: overlap the ends and beginnings of the three kernels (programmatic dependent launch, Hopper and later).
+    ahead: overlap the ends and beginnings of the three kernels (programmatic dependent launch; None: where there is
+    such a thing, which is from Hopper on).
     """
     B, Hq, Lq, D = q.shape
     if block_table is None:
@@ -333,9 +348,14 @@ def decode(
     block_r = triton.next_power_of_2(group * Lq)
     block_d = max(16, triton.next_power_of_2(D))
     if splits is None:
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        splits = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (B * Hkv)
-        splits = max(1, min(splits, triton.cdiv(Lk, SHORTEST_SPLIT)))
+        card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+        splits = choose_splits(
+            B * Hkv, Lk, stages * block * block_d * k_cache.element_size(),
+            getattr(card, "multi_processor_count", 1),
+            getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY),
+        )  # fmt: skip
+    if ahead is None:
+        ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
     split_length = triton.cdiv(triton.cdiv(max(Lk, 1), splits), block) * block
     splits = triton.cdiv(max(Lk, 1), split_length)
     k_strides = [k_cache.stride(i) for i in order]
@@ -355,9 +375,9 @@ def decode(
         "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
         "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
         "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_R": block_r, "BLOCK_M": max(16, block_r),
+        "AHEAD": ahead,
     }  # fmt: skip
     lengths_or_any = q if lengths is None else lengths
-    common["AHEAD"] = ahead
     following = {"launch_pdl": True} if ahead else {}
     grid = (B * Hkv, splits)
     score_kernel[grid](
