@@ -72,6 +72,29 @@ def test_half_types(dtype):
     compare(*tensors(D=64, dtype=dtype), p=15)
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_steep_rows(view, monkeypatch):
+    """Rows whose threshold lies well above zero or whose largest key stands far out are done by shorter arithmetic."""
+    monkeypatch.setenv("LSSAR_STEEP", "1")
+    options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in VIEWS[view].items()}
+    compare(*tensors(D=64, dtype=torch.bfloat16), p=15, note=view, **options)
+
+
+def test_only_steep_rows_take_the_short_way(monkeypatch):
+    """A block of rows does if all its rows are steep. The first keys are too few; a flat row spoils the last block."""
+    length = 4 * (128 if CUDA else 32)  # blocks of at most this many rows
+    q, k, v, _ = tensors(Hq=1, Lq=length, D=128, dtype=torch.bfloat16)
+    q[:, :, -1] = 0
+    monkeypatch.setenv("LSSAR_STEEP", "0")
+    exact = fused_attention(q, k, v, p=15, causal=True)
+    monkeypatch.setenv("LSSAR_STEEP", "1")
+    short = fused_attention(q, k, v, p=15, causal=True)
+    same = (short == exact).all(-1)[0, 0].unflatten(0, (4, -1)).all(-1)
+    assert same.tolist() == [True, False, False, True]
+    close = {"rtol": 0.02, "atol": 0.02}  # the largest weight is no longer a power of two, so it is rounded
+    torch.testing.assert_close(short, exact, **close)
+
+
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (4, 4), (33, 70), (70, 40), (1, 37)])
 def test_lengths(Lq, Lk):
     compare(*tensors(Lq=Lq, Lk=Lk), p=15, note=f"{Lq}, {Lk}")

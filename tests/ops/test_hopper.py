@@ -33,7 +33,7 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     constants = {
         "P": 15, "REWEIGHT": mechanism == "lssar", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": True, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "BLOCK_N1": 64,
-        "STAGES1": 2, "warps": 4, **SEEN,
+        "STAGES1": 2, "STEEP": mechanism == "lssar", "warps": 4, **SEEN,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)

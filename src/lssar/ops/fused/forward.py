@@ -11,16 +11,27 @@ import triton.language as tl
 
 from lssar.ops.fused.primitives import (
     HIDDEN,
+    HIDDEN_PAIR,
+    all_steep,
     dot,
     ex2_neg_abs,
+    half_dot,
+    hide_pairs,
     lane_compound,
     lane_max,
+    lane_max_of_pairs,
     lane_sum,
+    lane_sum_of_pairs,
+    left_and_right,
     load_tile,
     log2_1p,
+    max_pairs,
+    pairs_of,
     power,
     read_tile,
     softplus2,
+    softplus_pairs,
+    steep_root,
     store_tile,
     tile_source,
     visible_keys,
@@ -60,10 +71,35 @@ def _row_statistics(
 
 
 @triton.jit
+def _rough_statistics(
+    q, k_ptr, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """_row_statistics in half arithmetic, two scores an instruction: good enough for steep rows (all_steep) alone."""
+    offsets = tl.arange(0, N)
+    left = tl.arange(0, N // 2) * 2
+    total = tl.zeros([M, 4], tl.float32)
+    largest = tl.full([M, 4], HIDDEN_PAIR, tl.int32)
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
+        k = read_tile(k_ptr, start, key_stop, D, offsets, columns, D, TMA)  # [N, D]
+        x = pairs_of(half_dot(q, tl.trans(k)))  # [M, N / 2]
+        if (start < full_lo) | (start + N > full_hi):
+            keys = (start + left)[None, :]
+            left_seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
+            right_seen = (keys + 1 >= row_start[:, None]) & (keys + 1 < row_stop[:, None])
+            x = hide_pairs(x, left_seen, right_seen)
+        sum_left, sum_right = left_and_right(lane_sum_of_pairs(softplus_pairs(x)))
+        total += sum_left + sum_right
+        largest = max_pairs(largest, lane_max_of_pairs(x))
+    max_left, max_right = left_and_right(largest)
+    return 2.0 * tl.sum(total, 1), tl.max(tl.maximum(max_left, max_right), 1)
+
+
+@triton.jit
 def _weighted_values(
-    q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, columns,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, steep, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 over keys lo..hi: sum of weights times v [M, D], and sum of weights [M].
 
@@ -79,9 +115,17 @@ def _weighted_values(
         k = read_tile(k_ptr, start + N, key_stop, D, offsets, columns, D, TMA)  # [N, D]
         x_next = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
-        weight = softplus2(x, LOG_DEGREE)
+        if STEEP:
+            if steep:
+                weight = steep_root(x, slope[:, None], intercept[:, None])
+            else:
+                weight = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
+        else:
+            weight = softplus2(x, LOG_DEGREE)
+            if REWEIGHT:
+                weight = weight_root(weight, slope[:, None], intercept[:, None], LOG_DEGREE)
         if REWEIGHT:
-            weight = power(weight_root(weight, slope[:, None], intercept[:, None], LOG_DEGREE), P)
+            weight = power(weight, P)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), weight, 0.0)
@@ -98,7 +142,7 @@ def forward_kernel(
     Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k: normalised copies, contiguous. One program a block of rows; the longest rows of a head go first."""
@@ -125,23 +169,32 @@ def forward_kernel(
     n = (row_stop - row_start).to(tl.float32)
     q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
 
+    slope = tl.where(n > 0, 1.0, 0.0)
+    intercept = slope * 0.0
+    steep = n.shape[0] == 0  # no
     if REWEIGHT:
         keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
-        total, x_max = _row_statistics(
-            q, keys, key_lo // BLOCK_N1 * BLOCK_N1, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
-            D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
-        )  # fmt: skip
-        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    else:
-        slope = tl.where(n > 0, 1.0, 0.0)
-        intercept = slope * 0.0
+        first_key = key_lo // BLOCK_N1 * BLOCK_N1
+        if STEEP:
+            total, x_max = _rough_statistics(
+                q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+                D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
+            )  # fmt: skip
+            slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
+            steep = all_steep(slope, intercept, P)
+        if not steep:
+            total, x_max = _row_statistics(
+                q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+                D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
+            )  # fmt: skip
+            slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
 
     keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     o, z_row = _weighted_values(
         q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
-        key_stop, slope, intercept, columns,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES,
+        key_stop, slope, intercept, steep, columns,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES, STEEP,
     )  # fmt: skip
     o = o / tl.where(z_row > 0, z_row, 1.0)[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)

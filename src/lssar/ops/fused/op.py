@@ -128,11 +128,13 @@ def _forward(
     aligned = tma_aligned(unit_q, unit_k, v)
     by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
     kernel = by_hand.forward_kernel if by_hand else forward_kernel
+    steep = p is not None and q.dtype == torch.bfloat16 and os.environ.get("LSSAR_STEEP", "0") == "1"
 
     def run(tile, constants):
         kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
+            STEEP=steep,
         )  # fmt: skip
 
     launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)

@@ -24,13 +24,23 @@ from lssar.ops.fused.hopper.memory import (
 )
 from lssar.ops.fused.primitives import (
     HIDDEN,
+    HIDDEN_PAIR,
+    all_steep,
     ex2_neg_abs,
+    hide_pairs,
     lane_compound,
     lane_max,
+    lane_max_of_pairs,
     lane_sum,
+    lane_sum_of_pairs,
+    left_and_right,
     log2_1p,
+    max_pairs,
+    pairs_of,
     power,
     softplus2,
+    softplus_pairs,
+    steep_root,
     visible_keys,
     weight_line,
     weight_root,
@@ -42,6 +52,13 @@ def _scores(q, ring, stage, HALF: gl.constexpr, N: gl.constexpr, nothing):
     """q k^T of one half of a unit of keys, [M, N], under way."""
     keys = ring.index(stage).slice(HALF * N, N)
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _unit_of(turn, units):
+    """The passes over K follow one another: three at most."""
+    turn = gl.where(turn < units, turn, turn - units)
+    return gl.where(turn < units, turn, turn - units)
 
 
 @gluon.jit
@@ -61,16 +78,38 @@ def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, ful
 
 
 @gluon.jit
+def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, full_hi):
+    """Pass 1 for steep rows, scores x [M, N] of a tile in half arithmetic: sums of a and pairs of largest x, both [M, 4]."""
+    N: gl.constexpr = x.shape[1]
+    pairs = pairs_of(x)
+    if (start < full_lo) | (start + N > full_hi):
+        keys = (start + 2 * gl.arange(0, N // 2, gl.SliceLayout(0, pairs.type.layout)))[None, :]
+        left_seen = (keys >= row_start) & (keys < row_stop)
+        right_seen = (keys + 1 >= row_start) & (keys + 1 < row_stop)
+        pairs = hide_pairs(pairs, left_seen, right_seen)
+    left, right = left_and_right(lane_sum_of_pairs(softplus_pairs(pairs)))
+    return total + (left + right), max_pairs(largest, lane_max_of_pairs(pairs))
+
+
+@gluon.jit
 def _half_weights(
-    x, z, slope, intercept, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr,
+    x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
+    layout: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    weight = softplus2(x, LOG_DEGREE)
+    if STEEP:
+        if steep:
+            weight = steep_root(x, slope, intercept)
+        else:
+            weight = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+    else:
+        weight = softplus2(x, LOG_DEGREE)
+        if REWEIGHT:
+            weight = weight_root(weight, slope, intercept, LOG_DEGREE)
     if REWEIGHT:
-        weight = power(weight_root(weight, slope, intercept, LOG_DEGREE), P)
+        weight = power(weight, P)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
         weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
@@ -84,7 +123,7 @@ def forward_kernel(
     Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, TMA: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
@@ -138,7 +177,7 @@ def forward_kernel(
     program_barrier()
     load_tile(q_tiles, q_ring, q_ready, first_row, 0, True)
     for i in gl.static_range(STAGES1):
-        load_tile(k_tiles, k_ring, k_ready, key_lo + gl.where(i < units, i, i - units) * UNIT, i, i < key_turns)
+        load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(i, units) * UNIT, i, i < key_turns)
     for i in gl.static_range(STAGES):
         load_tile(v_tiles, v_ring, v_ready, key_lo + i * BLOCK_N, i, i < 2 * units)
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
@@ -151,7 +190,45 @@ def forward_kernel(
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
     x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
     turn = 0  # the unit of x, of key_turns
-    if REWEIGHT:
+    slope = gl.where(n > 0, 1.0, 0.0)
+    intercept = slope * 0.0
+    steep = units < 0  # no
+    if STEEP:
+        if units >= STAGES1:  # with fewer, units of a third pass would be under way before it is known to be wanted
+            pair_row: gl.constexpr = gl.SliceLayout(1, pairs_of(nothing).type.layout)
+            pair_start = gl.convert_layout(row_start, pair_row)[:, None]
+            pair_stop = gl.convert_layout(row_stop, pair_row)[:, None]
+            pair_lanes = lane_max_of_pairs(pairs_of(nothing))
+            rough_total = pair_lanes.to(gl.float32)
+            rough_largest = pair_lanes + HIDDEN_PAIR
+            for unit in range(units):
+                stage, following = turn % STAGES1, turn + 1
+                start = key_lo + unit * UNIT
+                odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
+                rough_total, rough_largest = _rough_statistics(
+                    x, rough_total, rough_largest, pair_start, pair_stop, start, full_lo, full_hi
+                )
+                x_odd = warpgroup_mma_wait(0, (odd_scores,))
+                refill = turn + STAGES1
+                announce(k_tiles, k_ready, stage, True)
+                program_barrier()  # every warp is done with this unit
+                load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(refill, units) * UNIT, stage, True)
+                mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
+                even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
+                rough_total, rough_largest = _rough_statistics(
+                    x_odd, rough_total, rough_largest, pair_start, pair_stop, start + BLOCK_N, full_lo, full_hi
+                )
+                x = warpgroup_mma_wait(0, (even_scores,))
+                turn += 1
+            max_left, max_right = left_and_right(rough_largest)
+            slope, intercept = weight_line(
+                gl.convert_layout(2.0 * gl.sum(rough_total, 1), row_layout),
+                gl.convert_layout(gl.max(gl.maximum(max_left, max_right), 1), row_layout),
+                n, P, LOG_D, LOG_DEGREE,
+            )  # fmt: skip
+            steep = all_steep(slope, intercept, P)
+            key_turns = units * gl.where(steep, 2, 3)
+    if REWEIGHT and not steep:
         total, lost, largest = lanes, lanes, lanes + HIDDEN
         for unit in range(units):
             stage, following = turn % STAGES1, turn + 1
@@ -162,7 +239,7 @@ def forward_kernel(
             )
             x_odd = warpgroup_mma_wait(0, (odd_scores,))
             refill = turn + STAGES1
-            row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+            row = key_lo + _unit_of(refill, units) * UNIT
             announce(k_tiles, k_ready, stage, refill < key_turns)
             program_barrier()  # every warp is done with this unit
             load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
@@ -180,9 +257,6 @@ def forward_kernel(
         total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
         x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
         slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    else:
-        slope = gl.where(n > 0, 1.0, 0.0)
-        intercept = slope * 0.0
     tile_slope = gl.convert_layout(slope, tile_row)[:, None]
     tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
 
@@ -195,13 +269,13 @@ def forward_kernel(
         tile = 2 * unit
         odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
         even, z = _half_weights(
-            x, z, tile_slope, tile_intercept, tile_start, tile_stop, start, full_lo, full_hi, element, factor_layout,
-            P, REWEIGHT, LOG_DEGREE,
+            x, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         # weights have to stay in their registers until the product is done, so they are waited for with it
         o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
         refill = turn + STAGES1
-        row = key_lo + gl.where(refill < units, refill, refill - units) * UNIT
+        row = key_lo + _unit_of(refill, units) * UNIT
         v_refill = tile - 1 + STAGES
         v_wanted = (unit > 0) & (v_refill < 2 * units)
         announce(k_tiles, k_ready, stage, refill < key_turns)
@@ -215,8 +289,8 @@ def forward_kernel(
         mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
         even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
         odd, z = _half_weights(
-            x_odd, z, tile_slope, tile_intercept, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
-            factor_layout, P, REWEIGHT, LOG_DEGREE,
+            x_odd, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
         v_refill = tile + STAGES
