@@ -170,3 +170,16 @@ def test_bad_configs(fields, words):
         ModelConfig.from_dict({"depth": 3})
     with pytest.raises(ValueError, match="unknown model size"):
         model_config("7b")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mechanism", ["softmax", "cosine_softmax", "ssmax", "lssa", "lssar", "sigmoid"])
+def test_gpu_compiles_without_breaks(mechanism):
+    """A step of training as one graph: what chooses a kernel, and where the kernel comes from, must be traceable."""
+    model = small(attention=lssar.spec(mechanism), width=64).float().cuda()
+    ids = torch.randint(0, 61, (2, 64), device="cuda")
+    step = lambda: model(ids, targets=ids)  # noqa: E731
+    with torch.autocast("cuda", torch.bfloat16):
+        compiled, plain = torch.compile(step, fullgraph=True)(), step()
+    torch.testing.assert_close(compiled, plain, rtol=1e-2, atol=1e-2)
+    compiled.backward()
