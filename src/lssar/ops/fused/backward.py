@@ -12,6 +12,7 @@ import triton.language as tl
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
+    all_steep,
     dot,
     ex2,
     exact_unit_rows,
@@ -21,6 +22,7 @@ from lssar.ops.fused.primitives import (
     load_tile,
     power,
     read_tile,
+    root_and_sigmoid,
     rows_of_keys,
     saturate,
     score_scale,
@@ -30,19 +32,18 @@ from lssar.ops.fused.primitives import (
     tile_source,
     unit_rows_backward,
     visible_keys,
-    weight_root,
 )
 
 ROW_PLANES = 8
-"""Numbers a row that the dq kernel leaves for the dk, dv kernel: six, rounded up to a power of two for hopper."""
+"""Numbers a row that the dq kernel leaves for the dk, dv kernel: seven, rounded up to a power of two for hopper."""
 
 
 @triton.jit
 def _query_sums(
     gk, sk, g_sum, q, do, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
-    slope, intercept, unit_scale, delta, columns,
+    slope, intercept, unit_scale, delta, steep, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: gk [M, D] += sum g sigma k, sk [M, D] += sum sigma k, g_sum [M, 4] += sum g."""
     offsets = tl.arange(0, N)
@@ -51,14 +52,16 @@ def _query_sums(
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
-        if (start < full_lo) | (start + N > full_hi):
+        masked = (start < full_lo) | (start + N > full_hi)
+        if masked:
             keys = (start + offsets)[None, :]
             x = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), x, HIDDEN)
-        two_a = softplus2(x, LOG_DEGREE)
-        sigma = sigmoid2(x, two_a, LOG_DEGREE)
+        w, sigma = root_and_sigmoid(
+            x, slope[:, None], intercept[:, None], steep & (masked == 0), LOG_DEGREE, STEEP
+        )  # fmt: skip
         g = dp * unit_scale[:, None] - delta[:, None]
         if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(weight_root(two_a, slope[:, None], intercept[:, None], LOG_DEGREE), P - 1)
+            g = g * power(w, P - 1)
             g_sum += lane_sum(g, M, N)
         g_sigma = (g * sigma).to(k.dtype)
         gk = dot(g_sigma, k, gk, PRECISION=DOT)
@@ -76,7 +79,7 @@ def query_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row (store_row_values)."""
@@ -121,6 +124,7 @@ def query_gradient_kernel(
     bound = tl.minimum(2.0 * tl.sum(tl.abs(do_float), 1) * v_max, 1e37)
     unit_scale = tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
 
+    steep = all_steep(slope, intercept, P) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)
@@ -128,8 +132,8 @@ def query_gradient_kernel(
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     gk, sk, g_lanes = _query_sums(
         gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
-        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES,
+        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, steep, columns,
+        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
 
     mean = tl.sum(g_lanes, 1) * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
@@ -148,8 +152,8 @@ def query_gradient_kernel(
         exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        P, EXACT_QUERIES,
+        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
+        P, EXACT_QUERIES, STEEP,
     )  # fmt: skip
 
 
@@ -160,10 +164,10 @@ def reciprocal(z):
 
 @triton.jit
 def store_row_values(
-    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score,
-    P: tl.constexpr, EXACT_QUERIES: tl.constexpr,
+    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score, steep,
+    P: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
-    """Six numbers a row for the dk, dv kernel, zeros for rows past the last.
+    """Six numbers a row for the dk, dv kernel, zeros for rows past the last; with STEEP, whether this block is steep.
 
     Slope and intercept of weights; factor and offset that make dO.v the gradient of a weight; the row's mean of g; and
     with EXACT_QUERIES what products with the queries left there are to be multiplied by for scores, else 1 / Z (which
@@ -183,6 +187,14 @@ def store_row_values(
     tl.store(rows_ptr + 3 * row_plane, saturate(delta * factor, tl.float32), mask=inside)
     tl.store(rows_ptr + 4 * row_plane, mean, mask=inside)
     tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
+    if STEEP:
+        tl.store(rows_ptr + 6 * row_plane, slope * 0.0 + steep.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def steep_block(flags_ptr, ROWS: tl.constexpr):
+    """Whether ROWS rows are all steep, by the first and the last: they lie in at most two blocks of the dq kernel."""
+    return (tl.load(flags_ptr) > 0) & (tl.load(flags_ptr + ROWS - 1) > 0)
 
 
 @triton.jit
@@ -191,7 +203,8 @@ def _key_sums(
     first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over rows lo..hi: dk [N, D] += ds^T q, dv [N, D] += P^T dO."""
     offsets = tl.arange(0, M)
@@ -215,13 +228,14 @@ def _key_sums(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
             )
             x = tl.where((keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None]), x, HIDDEN)
-        two_a = softplus2(x, LOG_DEGREE)
-        sigma = sigmoid2(x, two_a, LOG_DEGREE)
         if REWEIGHT:
-            w = weight_root(two_a, slope[:, None], intercept[:, None], LOG_DEGREE)
+            short = steep_block(rows_ptr + 6 * row_plane + start, M) & (masked == 0) if STEEP else False
+            w, sigma = root_and_sigmoid(x, slope[:, None], intercept[:, None], short, LOG_DEGREE, STEEP)
             y = power(w, P - 1)
             weight = y * w
         else:
+            two_a = softplus2(x, LOG_DEGREE)
+            sigma = sigmoid2(x, two_a, LOG_DEGREE)
             weight = two_a * slope[:, None]
         if not EXACT_QUERIES:
             weight = weight * row_factor[:, None]
@@ -248,7 +262,7 @@ def key_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, TMA: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
@@ -296,7 +310,8 @@ def key_gradient_kernel(
             dk, dv, tl.trans(k), tl.trans(v), key_scale, q_head, do_head, rows_head, row_plane, do_stride_l,
             row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
             first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, EXACT_QUERIES, TMA, STAGES,
+            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, EXACT_QUERIES,
+            STEEP, TMA, STAGES,
         )  # fmt: skip
     raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
     dk = unit_rows_backward(dk, raw_k.to(tl.float32))

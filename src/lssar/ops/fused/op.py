@@ -48,6 +48,8 @@ class _Call:
             "REWEIGHT": p is not None,
             "LOG_DEGREE": LOG_DEGREES[q.dtype],
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
+            # its shorter forms are good to bfloat16
+            "STEEP": p is not None and q.dtype == torch.bfloat16 and os.environ.get("LSSAR_STEEP", "0") == "1",
         }
         self.row_stride = triton.cdiv(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
 
@@ -128,13 +130,11 @@ def _forward(
     aligned = tma_aligned(unit_q, unit_k, v)
     by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
     kernel = by_hand.forward_kernel if by_hand else forward_kernel
-    steep = p is not None and q.dtype == torch.bfloat16 and os.environ.get("LSSAR_STEEP", "0") == "1"
 
     def run(tile, constants):
         kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
-            STEEP=steep,
         )  # fmt: skip
 
     launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
@@ -164,8 +164,11 @@ def _backward(
     by_hand = exact_queries and aligned and hopper_kernels(call.D, "backward")
     kernels = by_hand or backward
     suffix = "_hopper" if by_hand else ""
+    query_rows = 0
 
     def run_queries(tile, tile_constants):
+        nonlocal query_rows
+        query_rows = tile.m
         kernels.query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
             *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
@@ -173,10 +176,11 @@ def _backward(
         )  # fmt: skip
 
     def run_keys(tile, tile_constants):
+        flagged = call.mechanism["STEEP"] and tile.m <= 2 * query_rows  # see steep_block
         kernels.key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
             *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            *shared, **constants, **tile_constants,
+            *shared, **(constants | {"STEEP": flagged}), **tile_constants,
         )  # fmt: skip
 
     launch("query_gradient" + suffix, call.D, call.itemsize, aligned, run_queries)

@@ -134,17 +134,55 @@ def all_steep(slope, intercept, P: tl.constexpr):
 
 
 @triton.jit
-def steep_root(x, slope, intercept):
-    """weight_root of softplus2(x) where only x >= 1 matters: 2x + t (c1 + c2 t), t = 2^-x, is off by 1.5e-3 from x = 2 on,
-    by 4e-2 at 1, and falls below any threshold for smaller x."""
+def _ex2_neg(x):
     if USE_PTX:
-        t = tl.inline_asm_elementwise(
+        return tl.inline_asm_elementwise(
             "{ .reg .f32 m; neg.f32 m, $1; ex2.approx.ftz.f32 $0, m; }", "=f,f", [x], tl.float32, True, 1
         )
     else:
-        t = tl.exp2(-x)
-    bend = t * (slope * -1.23978016) + slope * 2.87956113
-    return weight_root(t, bend, x * (2.0 * slope) + intercept, 3)
+        return tl.exp2(-x)
+
+
+@triton.jit
+def _steep_root(x, t, slope, intercept):
+    return weight_root(x + t * (t * -0.61989008 + 1.439780565), 2.0 * slope, intercept, 3)
+
+
+@triton.jit
+def steep_root(x, slope, intercept):
+    """weight_root of softplus2(x) where only x >= 1 matters: x + t (c1 + c2 t), t = 2^-x, is off by 8e-4 from x = 2
+    on, by 2e-2 at 1, and falls below any threshold for smaller x."""
+    return _steep_root(x, _ex2_neg(x), slope, intercept)
+
+
+@triton.jit
+def steep_root_and_sigmoid(x, slope, intercept):
+    """steep_root(x) and 1 / (1 + 2^-x), which is right everywhere."""
+    t = _ex2_neg(x)
+    if USE_PTX:
+        sigma = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
+    else:
+        sigma = 1.0 / (1.0 + t)
+    return _steep_root(x, t, slope, intercept), sigma
+
+
+@triton.jit
+def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
+    """weight_root and sigmoid2; with STEEP, where short is true (steep rows, no hidden keys), the shorter forms."""
+    if STEEP:
+        if short:
+            root, sigma = steep_root_and_sigmoid(x, slope, intercept)
+        else:
+            root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+    else:
+        root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+    return root, sigma
+
+
+@triton.jit
+def _root_and_sigmoid(x, slope, intercept, LOG_DEGREE: tl.constexpr):
+    two_a = softplus2(x, LOG_DEGREE)
+    return weight_root(two_a, slope, intercept, LOG_DEGREE), sigmoid2(x, two_a, LOG_DEGREE)
 
 
 # Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. As two numbers the compiler
@@ -191,8 +229,8 @@ def hide_pairs(pairs, left_seen, right_seen):
 
 @triton.jit
 def softplus_pairs(pairs):
-    """log2(1 + 2^x): max(x, 0) and a polynomial of |x| that ends at 9.25. Off by 3e-3 and the rounding of float16; its mean
-    over scores of any spread, by 2e-4."""
+    """log2(1 + 2^x): max(x, 0) and a polynomial of |x| that ends at 9.25. Off by 3e-3 and the rounding of float16; its
+    mean over scores of any spread, by 2e-4."""
     if USE_PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 zero, one, b, minus_2b, c1, c2, c3, c4, r, h, p;
@@ -200,7 +238,8 @@ def softplus_pairs(pairs):
             mov.b32 c1, 0xA299A299; mov.b32 c2, 0x38BC38BC; mov.b32 c3, 0xBF30BF30; mov.b32 c4, 0x406E406E;
             max.f16x2 r, $1, zero;
             fma.rn.f16x2 h, $1, b, one; fma.rn.sat.f16x2 h, r, minus_2b, h;
-            fma.rn.f16x2 p, h, c4, c3; fma.rn.f16x2 p, p, h, c2; fma.rn.f16x2 p, p, h, c1; fma.rn.f16x2 $0, p, h, r; }""",
+            fma.rn.f16x2 p, h, c4, c3; fma.rn.f16x2 p, p, h, c2; fma.rn.f16x2 p, p, h, c1;
+            fma.rn.f16x2 $0, p, h, r; }""",
             "=r,r", [pairs], tl.int32, True, 1,
         )  # fmt: skip
     else:

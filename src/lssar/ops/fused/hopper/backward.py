@@ -35,17 +35,18 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
+    all_steep,
     exact_unit_rows,
     inverse_norms,
     lane_sum,
     power,
+    root_and_sigmoid,
     rows_of_keys,
     score_scale,
     sigmoid2,
     softplus2,
     unit_rows_backward,
     visible_keys,
-    weight_root,
 )
 
 ROW_PLANES = gl.constexpr(backward.ROW_PLANES)
@@ -82,9 +83,18 @@ def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexp
 
 
 @gluon.jit
+def _steep_block(row_values, M: gl.constexpr):
+    """As backward.steep_block, by the first and last row of a tile's values."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    first = gl.max(row_values.slice(6 * M, 1).load(one), 0)
+    last = gl.max(row_values.slice(7 * M - 1, 1).load(one), 0)
+    return (first > 0) & (last > 0)
+
+
+@gluon.jit
 def _weight_and_ds(
     x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -99,18 +109,19 @@ def _weight_and_ds(
     if MASKED:
         seen = (keys >= row_start) & (keys < row_stop)
         x = gl.where(seen, x, HIDDEN)
-    two_a = softplus2(x, LOG_DEGREE)
     ds = dp * factor - offset
     if REWEIGHT:
-        w = weight_root(two_a, slope, intercept, LOG_DEGREE)
+        w, sigma = root_and_sigmoid(x, slope, intercept, True, LOG_DEGREE, SHORT)
         y = power(w, P - 1)
         weight = y * w
         if MASKED:  # a flat row would give hidden keys weight too
             weight = gl.where(seen, weight, 0.0)
         ds = ds * y - mean
     else:
+        two_a = softplus2(x, LOG_DEGREE)
+        sigma = sigmoid2(x, two_a, LOG_DEGREE)
         weight = two_a * slope
-    return weight, ds * sigmoid2(x, two_a, LOG_DEGREE)
+    return weight, ds * sigma
 
 
 @gluon.jit
@@ -118,7 +129,7 @@ def _weights_and_ds(
     x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
@@ -143,7 +154,7 @@ def _weights_and_ds(
             row_start, row_stop = row_start[None, :], row_stop[None, :]
         weight, ds = _weight_and_ds(
             xs[i], dps[i], key_scale, row_values, row_start, row_stop, keys, i * (M // 4), M,
-            P, REWEIGHT, LOG_DEGREE, MASKED,
+            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT,
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
@@ -161,7 +172,7 @@ def key_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, TMA: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
@@ -238,15 +249,24 @@ def key_gradient_kernel(
             load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
             _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
             tile_values = values_ring.index(at % STAGES)
+            steep = _steep_block(tile_values, BLOCK_M) if STEEP else False
             if (start < full_lo) | (start + BLOCK_M > full_hi):
                 weight, ds = _weights_and_ds(
                     x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
                     doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True,
+                    False,
+                )  # fmt: skip
+            elif steep:
+                weight, ds = _weights_and_ds(
+                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False,
+                    True,
                 )  # fmt: skip
             else:
                 weight, ds = _weights_and_ds(
                     x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
                     doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False,
+                    False,
                 )  # fmt: skip
             dv = warpgroup_mma(weight, do, dv, is_async=True)
             dk = warpgroup_mma(ds, q, dk, is_async=True)
@@ -264,7 +284,7 @@ def key_gradient_kernel(
 def _gradient_terms(
     x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start,
     element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """g sigma and sigma [M, N] of a tile, rounded to element, in the given layout; g_lanes [M, 4] + sums of g.
 
@@ -282,11 +302,10 @@ def _gradient_terms(
         if MASKED:
             keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
             x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
-        two_a = softplus2(x, LOG_DEGREE)
-        sigma = sigmoid2(x, two_a, LOG_DEGREE)
+        w, sigma = root_and_sigmoid(x, slope, intercept, True, LOG_DEGREE, SHORT)
         g = dps[i] * unit_scale - delta
         if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(weight_root(two_a, slope, intercept, LOG_DEGREE), P - 1)
+            g = g * power(w, P - 1)
             g_lanes += lane_sum(g, M, N // 4)
         products = products + ((g * sigma).to(element),)
         sigmas = sigmas + (sigma.to(element),)
@@ -306,7 +325,7 @@ def query_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, TMA: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.query_gradient_kernel for bfloat16."""
@@ -367,6 +386,7 @@ def query_gradient_kernel(
     unit_scale = gl.where(bound > 1e-37, 1.0 / gl.where(bound > 1e-37, bound, 1.0), 0.0)
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
+    steep = all_steep(slope, intercept, P) if STEEP else False
     quarter = _quarters(nothing)[0]
     tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
     g_lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)
@@ -396,12 +416,17 @@ def query_gradient_kernel(
         if (start < full_lo) | (start + BLOCK_N > full_hi):
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
-                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, True,
+                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
+            )  # fmt: skip
+        elif steep:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
+                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False, True,
             )  # fmt: skip
         else:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
-                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False,
+                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False, False,
             )  # fmt: skip
         gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
         if REWEIGHT:
@@ -426,6 +451,6 @@ def query_gradient_kernel(
     exact_q_ptr = q_ptr.to(gl.pointer_type(value_element), bitcast=True)
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        P, EXACT_QUERIES,
+        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
+        P, EXACT_QUERIES, STEEP,
     )  # fmt: skip

@@ -79,7 +79,7 @@ def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, ful
 
 @gluon.jit
 def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, full_hi):
-    """Pass 1 for steep rows, scores x [M, N] of a tile in half arithmetic: sums of a and pairs of largest x, both [M, 4]."""
+    """Pass 1 for steep rows, scores x [M, N] in half arithmetic: sums of a and pairs of largest x, both [M, 4]."""
     N: gl.constexpr = x.shape[1]
     pairs = pairs_of(x)
     if (start < full_lo) | (start + N > full_hi):
@@ -193,7 +193,7 @@ def forward_kernel(
     slope = gl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
     steep = units < 0  # no
-    if STEEP:
+    if STEEP:  # noqa: SIM102 (decided when compiling)
         if units >= STAGES1:  # with fewer, units of a third pass would be under way before it is known to be wanted
             pair_row: gl.constexpr = gl.SliceLayout(1, pairs_of(nothing).type.layout)
             pair_start = gl.convert_layout(row_start, pair_row)[:, None]
@@ -289,8 +289,8 @@ def forward_kernel(
         mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
         even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
         odd, z = _half_weights(
-            x_odd, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi, element,
-            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
+            x_odd, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi,
+            element, factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
         v_refill = tile + STAGES
