@@ -98,8 +98,9 @@ def _rough_statistics(
 @triton.jit
 def _weighted_values(
     q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, steep,
-    columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, STEEP: tl.constexpr,
+    columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Pass 2 over keys lo..hi: sum of weights times v [M, D], and sum of weights [M].
 
@@ -171,7 +172,7 @@ def forward_kernel(
 
     slope = tl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
-    steep = n.shape[0] == 0  # no
+    steep = False
     if REWEIGHT:
         keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
         first_key = key_lo // BLOCK_N1 * BLOCK_N1
@@ -194,7 +195,7 @@ def forward_kernel(
     o, z_row = _weighted_values(
         q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
         key_stop, slope, intercept, steep, columns,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, TMA, STAGES, STEEP,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
     o = o / tl.where(z_row > 0, z_row, 1.0)[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)

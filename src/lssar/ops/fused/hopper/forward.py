@@ -192,7 +192,7 @@ def forward_kernel(
     turn = 0  # the unit of x, of key_turns
     slope = gl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
-    steep = units < 0  # no
+    steep = units < 0 if STEEP else False  # not yet
     if STEEP:  # noqa: SIM102 (decided when compiling)
         if units >= STAGES1:  # with fewer, units of a third pass would be under way before it is known to be wanted
             pair_row: gl.constexpr = gl.SliceLayout(1, pairs_of(nothing).type.layout)
@@ -228,7 +228,7 @@ def forward_kernel(
             )  # fmt: skip
             steep = all_steep(slope, intercept, P)
             key_turns = units * gl.where(steep, 2, 3)
-    if REWEIGHT and not steep:
+    if REWEIGHT and (not steep):
         total, lost, largest = lanes, lanes, lanes + HIDDEN
         for unit in range(units):
             stage, following = turn % STAGES1, turn + 1
