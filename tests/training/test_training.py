@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lssar.data.shards import write_shard
+from lssar.model import GPT
 from lssar.training import recipe, train
 from lssar.training.checkpoints import checkpoints, latest
 from lssar.training.loop import load_run
@@ -202,3 +203,19 @@ def test_stopping_takes_no_longer_than_a_step(shards, tmp_path):
     start = time.monotonic()
     assert train(tiny(shards, steps=100_000), tmp_path, stop_after=0.5)["step"] < 100_000
     assert time.monotonic() - start < 30
+
+
+def test_validation_compiles_nothing_more(shards, tmp_path, monkeypatch):
+    """Compiling takes longer than many a short run: the graph of training reads the held-out text, too."""
+    compiled = []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(GPT, "compile", lambda self: torch.nn.Module.compile(self, backend=count))
+    torch.compiler.reset()
+    plain = train(tiny(shards), tmp_path / "plain")
+    row = train(tiny(shards, compile=True), tmp_path / "compiled")
+    assert row["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
+    assert len(compiled) == 1

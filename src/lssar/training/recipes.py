@@ -141,7 +141,7 @@ RECIPES: dict[str, Recipe] = {
     # The paper: FineWeb-10B, 18,865 steps of 524,288 tokens (the settings of llm.c, whose step count it is).
     "gpt2-124m-fineweb": Recipe(data="data/fineweb10B"),
     "books-51m": Recipe(
-        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, lr=1e-3, warmup=100,
+        size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=32, lr=1e-3, warmup=100,
         eval_every=200, save_every=500,
     ),
     "books-124m": Recipe(
