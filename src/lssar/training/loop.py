@@ -162,8 +162,8 @@ def _forward(module: nn.Module, recipe: Recipe, w: World) -> Callable[[Any], tor
 def _validate(data: TokenBatches, forward: Callable, recipe: Recipe, w: World) -> float:
     """Mean loss over the next batches of the held-out shards."""
     batches = iter(data)
-    # With gradients the compiled graph of training serves; without them another would be compiled, which takes longer than
-    # short runs. Several processes would wait for a backward that never comes.
+    # With gradients the compiled graph of training serves; without them another would be compiled, which takes longer
+    # than short runs. Several processes would wait for a backward that never comes.
     with torch.set_grad_enabled(recipe.compile and w.size == 1):
         losses = [forward(next(batches)).detach() for _ in range(recipe.eval_batches)]
     return float(w.mean(torch.stack(losses).mean()))
