@@ -48,8 +48,7 @@ class _Call:
             "REWEIGHT": p is not None,
             "LOG_DEGREE": LOG_DEGREES[q.dtype],
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
-            # its shorter forms are good to bfloat16
-            "STEEP": p is not None and q.dtype == torch.bfloat16 and os.environ.get("LSSAR_STEEP", "0") == "1",
+            "STEEP": p is not None and steep_rows(q.dtype),
         }
         self.row_stride = triton.cdiv(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
 
@@ -67,6 +66,12 @@ class _Call:
                 BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
             )  # fmt: skip
         return unit_q, unit_k
+
+
+def steep_rows(dtype: torch.dtype) -> bool:
+    """Whether steep rows take the shorter forms: they are good to bfloat16, and short where there is packed arithmetic
+    of NVIDIA's. With LSSAR_STEEP=1 alone, until they have been run on a GPU."""
+    return dtype == torch.bfloat16 and torch.version.hip is None and os.environ.get("LSSAR_STEEP", "0") == "1"
 
 
 @functools.cache
