@@ -58,13 +58,13 @@ class _Call:
     def normalize(self, q: Tensor, k: Tensor, v: Tensor, v_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
-        for x, out, queries in ((q, unit_q, True), (k, unit_k, False)):
-            L, H = x.shape[2], x.shape[1]
-            normalize_kernel[(self.B * H, triton.cdiv(L, NORMALIZE_BLOCK))](
-                x, out, *x.stride()[:3], L, H, v, *v.stride()[:3], v if v_max is None else v_max, *self.visibility,
-                SCALE_QUERIES=queries, VALUE_MAX=not queries and v_max is not None,
-                BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
-            )  # fmt: skip
+        query_programs = self.B * self.Hq * triton.cdiv(self.Lq, NORMALIZE_BLOCK)
+        key_programs = self.B * self.Hkv * triton.cdiv(self.Lk, NORMALIZE_BLOCK)
+        normalize_kernel[(query_programs + key_programs,)](
+            q, k, v, unit_q, unit_k, v if v_max is None else v_max,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.B, self.Hq, self.Hkv, *self.visibility,
+            VALUE_MAX=v_max is not None, BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
+        )  # fmt: skip
         return unit_q, unit_k
 
 
