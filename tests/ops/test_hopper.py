@@ -21,19 +21,20 @@ MULTIPROCESSOR = 228 * 1024
     ("kernel", "D", "mechanism"),
     [
         ("forward_kernel", 128, "lssar"),
-        ("key_gradient_kernel", 64, "lssar"),
+        ("forward_kernel", 128, "lssar, steep"),
+        ("key_gradient_kernel", 64, "lssar, steep"),
         pytest.param("forward_kernel", 64, "lssa", marks=pytest.mark.slow),
         pytest.param("key_gradient_kernel", 128, "lssa", marks=pytest.mark.slow),
         pytest.param("query_gradient_kernel", 64, "lssa", marks=pytest.mark.slow),
-        pytest.param("query_gradient_kernel", 128, "lssar", marks=pytest.mark.slow),
+        pytest.param("query_gradient_kernel", 128, "lssar, steep", marks=pytest.mark.slow),
     ],
 )
 def test_gluon(kernel, D, mechanism, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     constants = {
-        "P": 15, "REWEIGHT": mechanism == "lssar", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
+        "P": 15, "REWEIGHT": mechanism != "lssa", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": True, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "BLOCK_N1": 64,
-        "STAGES1": 2, "STEEP": mechanism == "lssar", "warps": 4, **SEEN,
+        "STAGES1": 2, "STEEP": "steep" in mechanism, "warps": 4, **SEEN,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)

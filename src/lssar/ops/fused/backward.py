@@ -124,7 +124,7 @@ def query_gradient_kernel(
     bound = tl.minimum(2.0 * tl.sum(tl.abs(do_float), 1) * v_max, 1e37)
     unit_scale = tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
 
-    steep = all_steep(slope, intercept, P) if STEEP else False
+    steep = all_steep(slope, intercept, inside, P) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)

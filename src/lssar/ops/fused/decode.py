@@ -330,6 +330,8 @@ def decode(
     ahead: overlap the ends and beginnings of the three kernels (programmatic dependent launch; None: where there is
     such a thing, which is from Hopper on).
     """
+    if q.numel() == 0:
+        return torch.empty_like(q)
     B, Hq, Lq, D = q.shape
     if block_table is None:
         page, Hkv, Lk = 0, k_cache.shape[1], k_cache.shape[2]

@@ -182,7 +182,7 @@ def forward_kernel(
                 D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
             )  # fmt: skip
             slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-            steep = all_steep(slope, intercept, P)
+            steep = all_steep(slope, intercept, rows < Lq, P)
         if not steep:
             total, x_max = _row_statistics(
                 q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,

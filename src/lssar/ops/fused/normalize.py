@@ -34,11 +34,11 @@ def normalize_kernel(
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     if queries:
         x_ptr = q_ptr + b * q_stride_b + h * q_stride_h
-        stride_l = q_stride_l
+        stride_l = tl.cast(q_stride_l, tl.int64)
         out_ptr = unit_q_ptr
     else:
         x_ptr = k_ptr + b * k_stride_b + h * k_stride_h
-        stride_l = k_stride_l
+        stride_l = tl.cast(k_stride_l, tl.int64)
         out_ptr = unit_k_ptr
     offsets = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)

@@ -48,7 +48,7 @@ class _Call:
             "REWEIGHT": p is not None,
             "LOG_DEGREE": LOG_DEGREES[q.dtype],
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
-            "STEEP": p is not None and steep_rows(q.dtype),
+            "STEEP": p is not None and steep_rows(q.dtype, p),
         }
         self.row_stride = triton.cdiv(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
 
@@ -68,10 +68,12 @@ class _Call:
         return unit_q, unit_k
 
 
-def steep_rows(dtype: torch.dtype) -> bool:
-    """Whether steep rows take the shorter forms: they are good to bfloat16, and short where there is packed arithmetic
-    of NVIDIA's. With LSSAR_STEEP=1 alone, until they have been run on a GPU."""
-    return dtype == torch.bfloat16 and torch.version.hip is None and os.environ.get("LSSAR_STEEP", "0") == "1"
+def steep_rows(dtype: torch.dtype, p: float) -> bool:
+    """Whether steep rows take the shorter forms: they are good to bfloat16 and to powers that do not magnify the half
+    precision of the largest score too much, and short where there is packed arithmetic of NVIDIA's. With LSSAR_STEEP=1
+    alone, until they have been run on a GPU."""
+    suits = dtype == torch.bfloat16 and p <= 64 and torch.version.hip is None
+    return suits and os.environ.get("LSSAR_STEEP", "0") == "1"
 
 
 @functools.cache
@@ -129,8 +131,8 @@ def _forward(
     call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
     o = torch.empty_like(q)
     rows = call.per_row(3, q)
-    if o.numel() == 0:
-        return o, rows
+    if q.numel() == 0 or k.numel() == 0:
+        return o.zero_(), rows.zero_()
     unit_q, unit_k = call.normalize(q, k, v)
     aligned = tma_aligned(unit_q, unit_k, v)
     by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")

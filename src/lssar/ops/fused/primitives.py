@@ -121,16 +121,17 @@ def weight_root(two_a, slope, intercept, LOG_DEGREE: tl.constexpr):
         return tl.minimum(tl.maximum(two_a * slope + intercept, 0.0), 1.0)
 
 
-STEEP_FROM = tl.constexpr(3.1699250014423126)  # 2a of x = 1
+STEEP_FROM = tl.constexpr(4.643856189774724)  # 2a of x = 2
 STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
 
 
 @triton.jit
-def all_steep(slope, intercept, P: tl.constexpr):
-    """Whether in each of these rows keys of x < 1 weigh at most 2^-24 of the largest, and the threshold lies 4 or more
-    (of 2a) below the largest. Such rows can do with `half_softplus` for their mean and with `steep_root`."""
+def all_steep(slope, intercept, inside, P: tl.constexpr):
+    """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
+    and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
+    mean and with `steep_root`. Rows that are not inside do not count."""
     gentle = (slope * STEEP_FROM + intercept > 2.0 ** (-24.0 / P)) | (slope > STEEP_SPREAD)
-    return tl.max(gentle.to(tl.int32), 0) == 0
+    return tl.max((gentle & inside).to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -150,8 +151,8 @@ def _steep_root(x, t, slope, intercept):
 
 @triton.jit
 def steep_root(x, slope, intercept):
-    """weight_root of softplus2(x) where only x >= 1 matters: x + t (c1 + c2 t), t = 2^-x, is off by 8e-4 from x = 2
-    on, by 2e-2 at 1, and falls below any threshold for smaller x."""
+    """weight_root of softplus2(x) where only x >= 2 matters: x + t (c1 + c2 t), t = 2^-x, is off by 8e-4 there, by 2e-2
+    at 1, and falls below any threshold for smaller x."""
     return _steep_root(x, _ex2_neg(x), slope, intercept)
 
 

@@ -386,7 +386,7 @@ def query_gradient_kernel(
     unit_scale = gl.where(bound > 1e-37, 1.0 / gl.where(bound > 1e-37, bound, 1.0), 0.0)
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    steep = all_steep(slope, intercept, P) if STEEP else False
+    steep = all_steep(slope, intercept, inside, P) if STEEP else False
     quarter = _quarters(nothing)[0]
     tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
     g_lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)

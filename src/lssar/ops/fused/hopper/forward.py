@@ -226,7 +226,7 @@ def forward_kernel(
                 gl.convert_layout(gl.max(gl.maximum(max_left, max_right), 1), row_layout),
                 n, P, LOG_D, LOG_DEGREE,
             )  # fmt: skip
-            steep = all_steep(slope, intercept, P)
+            steep = all_steep(slope, intercept, rows < Lq, P)
             key_turns = units * gl.where(steep, 2, 3)
     if REWEIGHT and (not steep):
         total, lost, largest = lanes, lanes, lanes + HIDDEN
