@@ -7,7 +7,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from lssar.ops.fused.primitives import (  # noqa: E402
+from lssar.ops.fused.steep import (  # noqa: E402
     left_and_right,
     pairs_of,
     softplus_pairs,

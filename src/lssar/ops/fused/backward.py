@@ -12,7 +12,6 @@ import triton.language as tl
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
-    all_steep,
     dot,
     ex2,
     exact_unit_rows,
@@ -22,7 +21,6 @@ from lssar.ops.fused.primitives import (
     load_tile,
     power,
     read_tile,
-    root_and_sigmoid,
     rows_of_keys,
     saturate,
     score_scale,
@@ -32,6 +30,10 @@ from lssar.ops.fused.primitives import (
     tile_source,
     unit_rows_backward,
     visible_keys,
+)
+from lssar.ops.fused.steep import (
+    all_steep,
+    root_and_sigmoid,
 )
 
 ROW_PLANES = 8

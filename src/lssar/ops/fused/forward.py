@@ -11,32 +11,31 @@ import triton.language as tl
 
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    HIDDEN_PAIR,
-    all_steep,
     dot,
     ex2_neg_abs,
-    half_dot,
-    hide_pairs,
     lane_compound,
     lane_max,
-    lane_max_of_pairs,
     lane_sum,
-    lane_sum_of_pairs,
-    left_and_right,
     load_tile,
     log2_1p,
-    max_pairs,
-    pairs_of,
-    power,
     read_tile,
-    softplus2,
-    softplus_pairs,
-    steep_root,
     store_tile,
     tile_source,
     visible_keys,
     weight_line,
-    weight_root,
+)
+from lssar.ops.fused.steep import (
+    HIDDEN_PAIR,
+    all_steep,
+    half_dot,
+    hide_pairs,
+    lane_max_of_pairs,
+    lane_sum_of_pairs,
+    left_and_right,
+    max_pairs,
+    pairs_of,
+    softplus_pairs,
+    tile_weights,
 )
 
 
@@ -84,12 +83,8 @@ def _rough_statistics(
         k = read_tile(k_ptr, start, key_stop, D, offsets, columns, D, TMA)  # [N, D]
         x = pairs_of(half_dot(q, tl.trans(k)))  # [M, N / 2]
         if (start < full_lo) | (start + N > full_hi):
-            keys = (start + left)[None, :]
-            left_seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
-            right_seen = (keys + 1 >= row_start[:, None]) & (keys + 1 < row_stop[:, None])
-            x = hide_pairs(x, left_seen, right_seen)
-        sum_left, sum_right = left_and_right(lane_sum_of_pairs(softplus_pairs(x)))
-        total += sum_left + sum_right
+            x = hide_pairs(x, (start + left)[None, :], row_start[:, None], row_stop[:, None])
+        total += lane_sum_of_pairs(softplus_pairs(x))
         largest = max_pairs(largest, lane_max_of_pairs(x))
     max_left, max_right = left_and_right(largest)
     return 2.0 * tl.sum(total, 1), tl.max(tl.maximum(max_left, max_right), 1)
@@ -116,17 +111,7 @@ def _weighted_values(
         k = read_tile(k_ptr, start + N, key_stop, D, offsets, columns, D, TMA)  # [N, D]
         x_next = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
-        if STEEP:
-            if steep:
-                weight = steep_root(x, slope[:, None], intercept[:, None])
-            else:
-                weight = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
-        else:
-            weight = softplus2(x, LOG_DEGREE)
-            if REWEIGHT:
-                weight = weight_root(weight, slope[:, None], intercept[:, None], LOG_DEGREE)
-        if REWEIGHT:
-            weight = power(weight, P)
+        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), weight, 0.0)

@@ -35,18 +35,20 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
-    all_steep,
     exact_unit_rows,
     inverse_norms,
     lane_sum,
     power,
-    root_and_sigmoid,
     rows_of_keys,
     score_scale,
     sigmoid2,
     softplus2,
     unit_rows_backward,
     visible_keys,
+)
+from lssar.ops.fused.steep import (
+    all_steep,
+    root_and_sigmoid,
 )
 
 ROW_PLANES = gl.constexpr(backward.ROW_PLANES)

@@ -24,26 +24,25 @@ from lssar.ops.fused.hopper.memory import (
 )
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    HIDDEN_PAIR,
-    all_steep,
     ex2_neg_abs,
-    hide_pairs,
     lane_compound,
     lane_max,
-    lane_max_of_pairs,
     lane_sum,
-    lane_sum_of_pairs,
-    left_and_right,
     log2_1p,
-    max_pairs,
-    pairs_of,
-    power,
-    softplus2,
-    softplus_pairs,
-    steep_root,
     visible_keys,
     weight_line,
-    weight_root,
+)
+from lssar.ops.fused.steep import (
+    HIDDEN_PAIR,
+    all_steep,
+    hide_pairs,
+    lane_max_of_pairs,
+    lane_sum_of_pairs,
+    left_and_right,
+    max_pairs,
+    pairs_of,
+    softplus_pairs,
+    tile_weights,
 )
 
 
@@ -84,11 +83,8 @@ def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, fu
     pairs = pairs_of(x)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + 2 * gl.arange(0, N // 2, gl.SliceLayout(0, pairs.type.layout)))[None, :]
-        left_seen = (keys >= row_start) & (keys < row_stop)
-        right_seen = (keys + 1 >= row_start) & (keys + 1 < row_stop)
-        pairs = hide_pairs(pairs, left_seen, right_seen)
-    left, right = left_and_right(lane_sum_of_pairs(softplus_pairs(pairs)))
-    return total + (left + right), max_pairs(largest, lane_max_of_pairs(pairs))
+        pairs = hide_pairs(pairs, keys, row_start, row_stop)
+    return total + lane_sum_of_pairs(softplus_pairs(pairs)), max_pairs(largest, lane_max_of_pairs(pairs))
 
 
 @gluon.jit
@@ -99,17 +95,7 @@ def _half_weights(
     """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    if STEEP:
-        if steep:
-            weight = steep_root(x, slope, intercept)
-        else:
-            weight = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
-    else:
-        weight = softplus2(x, LOG_DEGREE)
-        if REWEIGHT:
-            weight = weight_root(weight, slope, intercept, LOG_DEGREE)
-    if REWEIGHT:
-        weight = power(weight, P)
+    weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
         weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)

@@ -1,0 +1,215 @@
+"""Shorter arithmetic for steep rows: what it is, and when it will do, is in docs/derivations.md."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lssar.ops.fused.primitives import INTERPRETED, USE_PTX, power, sigmoid2, softplus2, weight_root
+
+STEEP_FROM = tl.constexpr(4.643856189774724)  # 2a of x = 2
+STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
+
+
+@triton.jit
+def all_steep(slope, intercept, inside, P: tl.constexpr):
+    """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
+    and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
+    mean and with `steep_root`. Rows that are not inside do not count."""
+    gentle = (slope * STEEP_FROM + intercept > 2.0 ** (-24.0 / P)) | (slope > STEEP_SPREAD)
+    return tl.max((gentle & inside).to(tl.int32), 0) == 0
+
+
+@triton.jit
+def _ex2_neg(x):
+    if USE_PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 m; neg.f32 m, $1; ex2.approx.ftz.f32 $0, m; }", "=f,f", [x], tl.float32, True, 1
+        )
+    else:
+        return tl.exp2(-x)
+
+
+@triton.jit
+def _steep_root(x, t, slope, intercept):
+    return weight_root(x + t * (t * -0.61989008 + 1.439780565), 2.0 * slope, intercept, 3)
+
+
+@triton.jit
+def steep_root(x, slope, intercept):
+    """weight_root of softplus2(x) where only x >= 2 matters: x + t (c1 + c2 t), t = 2^-x, is off by 8e-4 there, by 2e-2
+    at 1, and falls below any threshold for smaller x."""
+    return _steep_root(x, _ex2_neg(x), slope, intercept)
+
+
+@triton.jit
+def tile_weights(
+    x, slope, intercept, steep, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
+):  # fmt: skip
+    """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots, by the shorter form if steep."""
+    if not REWEIGHT:
+        weight = softplus2(x, LOG_DEGREE)
+    else:
+        if STEEP:
+            if steep:
+                root = steep_root(x, slope, intercept)
+            else:
+                root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+        else:
+            root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+        weight = power(root, P)
+    return weight
+
+
+@triton.jit
+def steep_root_and_sigmoid(x, slope, intercept):
+    """steep_root(x) and 1 / (1 + 2^-x), which is right everywhere."""
+    t = _ex2_neg(x)
+    if USE_PTX:
+        sigma = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
+    else:
+        sigma = 1.0 / (1.0 + t)
+    return _steep_root(x, t, slope, intercept), sigma
+
+
+@triton.jit
+def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
+    """weight_root and sigmoid2; with STEEP, where short is true (steep rows, no hidden keys), the shorter forms."""
+    if STEEP:
+        if short:
+            root, sigma = steep_root_and_sigmoid(x, slope, intercept)
+        else:
+            root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+    else:
+        root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+    return root, sigma
+
+
+@triton.jit
+def _root_and_sigmoid(x, slope, intercept, LOG_DEGREE: tl.constexpr):
+    two_a = softplus2(x, LOG_DEGREE)
+    return weight_root(two_a, slope, intercept, LOG_DEGREE), sigmoid2(x, two_a, LOG_DEGREE)
+
+
+# Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. As two numbers the compiler
+# would take them apart and put them together again wherever branches meet.
+HIDDEN_LEFT = tl.constexpr(0xFB53)  # as HIDDEN: -60000
+HIDDEN_RIGHT = tl.constexpr((0xFB53 << 16) - 2**32)
+HIDDEN_PAIR = tl.constexpr(0xFB53 * 0x10001 - 2**32)
+
+
+@triton.jit
+def pairs_of(x):
+    """float16 or float32 [M, N] as pairs [M, N / 2]: of float16 accumulators of the tensor cores, the registers as they
+    are."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    left, right = tl.split(tl.reshape(x, [M, N // 2, 2]))
+    if not USE_PTX:
+        return _join_pair(left.to(tl.float16), right.to(tl.float16))
+    elif x.dtype == tl.float16:
+        return tl.inline_asm_elementwise("mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], tl.int32, True, 1)
+    else:
+        return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], tl.int32, True, 1)
+
+
+@triton.jit
+def _join_pair(left, right):
+    low = left.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return low | (right.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def left_and_right(pairs):
+    """Both numbers of pairs, float32."""
+    left = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    right = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return left.to(tl.float32), right.to(tl.float32)
+
+
+@triton.jit
+def hide_pairs(pairs, keys, row_start, row_stop):
+    """keys: that of the left number; the right one is of the next."""
+    left_seen = (keys >= row_start) & (keys < row_stop)
+    right_seen = (keys + 1 >= row_start) & (keys + 1 < row_stop)
+    pairs = tl.where(left_seen, pairs, (pairs & -0x10000) | HIDDEN_LEFT)
+    return tl.where(right_seen, pairs, (pairs & 0xFFFF) | HIDDEN_RIGHT)
+
+
+@triton.jit
+def softplus_pairs(pairs):
+    """log2(1 + 2^x): max(x, 0) and a polynomial of |x| that ends at 9.25. Off by 3e-3 and the rounding of float16; its
+    mean over scores of any spread, by 3e-4."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 zero, one, b, minus_2b, c1, c2, c3, c4, r, h, p;
+            mov.b32 zero, 0; mov.b32 one, 0x3C003C00; mov.b32 b, 0x2EEB2EEB; mov.b32 minus_2b, 0xB2EBB2EB;
+            mov.b32 c1, 0xA299A299; mov.b32 c2, 0x38BC38BC; mov.b32 c3, 0xBF30BF30; mov.b32 c4, 0x406E406E;
+            max.f16x2 r, $1, zero;
+            fma.rn.f16x2 h, $1, b, one; fma.rn.sat.f16x2 h, r, minus_2b, h;
+            fma.rn.f16x2 p, h, c4, c3; fma.rn.f16x2 p, p, h, c2; fma.rn.f16x2 p, p, h, c1;
+            fma.rn.f16x2 $0, p, h, r; }""",
+            "=r,r", [pairs], tl.int32, True, 1,
+        )  # fmt: skip
+    else:
+        left, right = left_and_right(pairs)
+        return _join_pair(_rough_softplus(left), _rough_softplus(right))
+
+
+@triton.jit
+def _rough_softplus(x):
+    h = tl.minimum(tl.maximum(1.0 - tl.abs(x) / 9.25, 0.0), 1.0)
+    return ((((2.21507526 * h - 1.79676559) * h + 0.59187082) * h - 0.01288905) * h + tl.maximum(x, 0.0)).to(tl.float16)
+
+
+@triton.jit
+def _add_pairs(a, b):
+    return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def max_pairs(a, b):
+    if USE_PTX:
+        return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        a_left, a_right = left_and_right(a)
+        b_left, b_right = left_and_right(b)
+        return _join_pair(tl.maximum(a_left, b_left).to(tl.float16), tl.maximum(a_right, b_right).to(tl.float16))
+
+
+@triton.jit
+def _pairs_of_lanes(pairs):
+    """[M, N / 2] as [M, N / 8, 4]: axis 1 lies within a thread of a tensor-core accumulator, axis 2 across four."""
+    M: tl.constexpr = pairs.shape[0]
+    COLUMNS: tl.constexpr = pairs.shape[1]
+    return tl.reshape(pairs, [M, COLUMNS // 4, 4])
+
+
+@triton.jit
+def lane_sum_of_pairs(pairs):
+    """Row sums as [M, 4] partial ones, float32: lane_sum for pairs."""
+    if USE_PTX:
+        left, right = left_and_right(tl.reduce(_pairs_of_lanes(pairs), 1, _add_pairs))
+        return left + right
+    else:
+        left, right = left_and_right(_pairs_of_lanes(pairs))
+        return tl.sum(left + right, 1)
+
+
+@triton.jit
+def lane_max_of_pairs(pairs):
+    """[M, 4] pairs of the largest."""
+    if USE_PTX:
+        return tl.reduce(_pairs_of_lanes(pairs), 1, max_pairs)
+    else:  # the interpreter takes minutes for a reduction of its own making
+        left, right = left_and_right(_pairs_of_lanes(pairs))
+        return _join_pair(tl.max(left, 1).to(tl.float16), tl.max(right, 1).to(tl.float16))
+
+
+@triton.jit
+def half_dot(a, b):
+    """a b for float16, accumulated in float16 by the tensor cores."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee").to(tl.float16)
+    else:
+        return tl.dot(a, b, out_dtype=tl.float16)
