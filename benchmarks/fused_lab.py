@@ -292,9 +292,7 @@ def decode_norms(
         unit = F.normalize(k.float(), dim=-1).bfloat16()
         cudnn = cudnn_decode(q, k, v)
         expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
-        half, twice = (
-            max(1, int(x * 528) // (batch * kv_heads)) for x in (0.5, 2)
-        )  # of four programs a multiprocessor
+        half, twice = (max(1, n * 132 // (batch * kv_heads)) for n in (2, 8))  # of four programs a multiprocessor
         settings = {
             "unit": (unit, {"unit_keys": True}),
             "unit, not ahead": (unit, {"unit_keys": True, "ahead": False}),

@@ -43,12 +43,9 @@ def table(paths: list[Path], words: list[str]) -> str:
             cells.append(f"{_shown(value)}{ratio}" if value else "-")
         cells.append(f"{row['peak_extra_mib']:.0f}" if "peak_extra_mib" in row else _obstacle(row))
         lines.append(f"| {shape} | " + " | ".join(cells) + " |")
-    machine = result["environment"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     lines.append(
-        f"\n{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}, seed "
-        f"{result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA of the same run. "
-        f"Command: `{result['command']}`."
+        f"\n{_machine(result['environment'])}, seed {result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA "
+        f"of the same run. Command: `{result['command']}`."
     )
     return "\n".join(lines) + "\n"
 
@@ -79,24 +76,30 @@ def downstream_table(results: list[dict]) -> str:
     heads, rows = table_of({"arms": arms})
     lines = ["| " + " | ".join(head.replace("\n", ", ") for head in heads) + " |", "|" + "---|" * len(heads)]
     lines += ["| " + " | ".join(cells).replace("+-", "±") + " |" for cells in rows]
-    machine, recipe = arms[0]["environment"], arms[0]["recipe"]
-    commits = ", ".join(dict.fromkeys(str(arm["environment"]["commit"]) for arm in arms))
-    commands = ", ".join(f"`{arm['command']}`" for arm in arms)
-    lines.append(
-        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}, step "
-        f"{arms[0]['step']}; {machine.get('gpu') or machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}, "
-        f"commit {commits}, {arms[0]['harness']} harness. Commands: {commands}."
-    )
+    lines += [
+        f"\n{arm['label']}: {_training(arm['recipe'])}, step {arm['step']}; {_machine(arm['environment'])}, "
+        f"{arm['harness']} harness. Command: `{arm['command']}`."
+        for arm in arms
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _training(recipe: dict) -> str:
+    return f"{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}"
+
+
+def _machine(environment: dict) -> str:
+    """Where and with what a result was made."""
+    where = environment.get("gpu") or f"{environment['cpu']}, {environment['threads']} threads"
+    commit, *changes = str(environment["commit"]).split(maxsplit=1)
+    commit = " ".join([commit[:12], *changes])
+    return f"{where}, torch {environment['torch']}, {environment['date'][:10]}, commit {commit}"
 
 
 def _source(result: dict) -> str:
     """Of a table by length: where its curves come from."""
-    machine, recipe = result["environment"], result["curves"][0]["recipe"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     return (
-        f"\n{recipe['size']} on {Path(recipe['data']).name}, length {recipe['length']}, seed {recipe['seed']}; "
-        f"{where}, torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}. "
+        f"\n{_training(result['curves'][0]['recipe'])}; {_machine(result['environment'])}. "
         f"Command: `{result['command']}`. {result.get('note', '')}".rstrip()
     )
 
