@@ -23,7 +23,7 @@ HEAD_SIZES = (16, 256)
 LONGEST = 2**30
 # asked once: torch.compile cannot trace every one of these questions
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-ACTIVATIONS_IN_AUTO = os.environ.get("LSSAR_ACTIVATIONS", "0") == "1"
+ACTIVATIONS_IN_AUTO = os.environ.get("LSSAR_ACTIVATIONS") != "0"
 
 
 def is_lssa(spec: Any) -> bool:
@@ -44,7 +44,7 @@ def is_activation(spec: Any) -> bool:
 
 
 def used_by_auto(spec: Any) -> bool:
-    """The kernels for activations have not passed all tests on a GPU: LSSAR_ACTIVATIONS=1 puts them in auto's hands."""
+    """LSSAR_ACTIVATIONS=0 keeps the kernels for activations out of auto's hands."""
     return is_lssa(spec) or ACTIVATIONS_IN_AUTO
 
 
