@@ -43,6 +43,32 @@ def test_gluon(kernel, D, mechanism, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("module", "kernel", "D"),
+    [
+        ("backward", "query_gradient_kernel", 64),
+        pytest.param("backward", "query_gradient_kernel", 256, marks=pytest.mark.slow),
+        pytest.param("backward", "key_gradient_kernel", 128, marks=pytest.mark.slow),
+        pytest.param("forward", "forward_kernel", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_triton(module, kernel, D, tmp_path):
+    """What runs on Hopper at other head sizes and without Gluon, with its own tiles and the branches of steep rows."""
+    from lssar.ops.fused.tiles import HOPPER
+
+    tile = HOPPER[kernel.removesuffix("_kernel"), D, 2]
+    constants = {
+        "P": 15, "REWEIGHT": True, "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3, "DOT": "tf32",
+        "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages,
+        "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages, "STEEP": True, "warps": tile.warps,
+        **SEEN,
+    }  # fmt: skip
+    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
+    made = compile_kernel(f"lssar.ops.fused.{module}", kernel, constants, tmp_path, **types)
+    assert made["shared"] <= MULTIPROCESSOR - 1024
+    assert made["wgmma"] > 0
+
+
+@pytest.mark.parametrize(
     ("kernel", "D", "activation", "p"),
     [
         ("forward_kernel", 64, "exp", 0),

@@ -19,23 +19,24 @@ SLOPE = 2.0**-10
 
 
 @triton.jit
-def forms_kernel(x_ptr, mean_ptr, root_ptr, sigma_ptr, SLOPE: tl.constexpr, N: tl.constexpr):
-    columns = tl.arange(0, 16)[:, None] * N + tl.arange(0, N)[None, :]
+def forms_kernel(x_ptr, mean_ptr, root_ptr, sigma_ptr, stride, SLOPE: tl.constexpr, N: tl.constexpr):
+    first = tl.arange(0, 16)[:, None] * stride + tl.program_id(0) * N
+    columns = first + tl.arange(0, N)[None, :]
     x = tl.load(x_ptr + columns)
     root, sigma = steep_root_and_sigmoid(x, SLOPE, 0.0)
     tl.store(root_ptr + columns, root)
     tl.store(sigma_ptr + columns, sigma)
     left, right = left_and_right(softplus_pairs(pairs_of(x)))
-    pairs = tl.arange(0, 16)[:, None] * N + 2 * tl.arange(0, N // 2)[None, :]
+    pairs = first + 2 * tl.arange(0, N // 2)[None, :]
     tl.store(mean_ptr + pairs, left)
     tl.store(mean_ptr + pairs + 1, right)
 
 
 def forms(x):
-    """Of a tensor [16, N]: half-precision softplus, the short one, the sigmoid; all float64."""
+    """Of a tensor [16, multiple of 256]: half-precision softplus, the short one, the sigmoid; all float64."""
     x = x.float().to(DEVICE).contiguous()
     mean, root, sigma = (torch.empty_like(x) for _ in range(3))
-    forms_kernel[(1,)](x, mean, root, sigma, SLOPE=SLOPE, N=x.shape[1])
+    forms_kernel[(x.shape[1] // 256,)](x, mean, root, sigma, x.shape[1], SLOPE=SLOPE, N=256)
     return mean.double().cpu(), root.double().cpu() / SLOPE / 2, sigma.double().cpu()
 
 

@@ -62,33 +62,34 @@ def tile_weights(
 
 
 @triton.jit
-def steep_root_and_sigmoid(x, slope, intercept):
-    """steep_root(x) and 1 / (1 + 2^-x), which is right everywhere."""
-    t = _ex2_neg(x)
+def _sigmoid_of(t):
+    """1 / (1 + t), t = 2^-x: right for any x, infinite t included."""
     if USE_PTX:
-        sigma = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
     else:
-        sigma = 1.0 / (1.0 + t)
-    return _steep_root(x, t, slope, intercept), sigma
+        return 1.0 / (1.0 + t)
+
+
+@triton.jit
+def steep_root_and_sigmoid(x, slope, intercept):
+    t = _ex2_neg(x)
+    return _steep_root(x, t, slope, intercept), _sigmoid_of(t)
 
 
 @triton.jit
 def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
     """weight_root and sigmoid2; with STEEP, where short is true (steep rows, no hidden keys), the shorter forms."""
     if STEEP:
+        t = _ex2_neg(x)
+        sigma = _sigmoid_of(t)  # for both: Triton 3.6 cannot pipeline wgmma whose operand comes out of a branch
         if short:
-            root, sigma = steep_root_and_sigmoid(x, slope, intercept)
+            root = _steep_root(x, t, slope, intercept)
         else:
-            root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+            root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
     else:
-        root, sigma = _root_and_sigmoid(x, slope, intercept, LOG_DEGREE)
+        two_a = softplus2(x, LOG_DEGREE)
+        root, sigma = weight_root(two_a, slope, intercept, LOG_DEGREE), sigmoid2(x, two_a, LOG_DEGREE)
     return root, sigma
-
-
-@triton.jit
-def _root_and_sigmoid(x, slope, intercept, LOG_DEGREE: tl.constexpr):
-    two_a = softplus2(x, LOG_DEGREE)
-    return weight_root(two_a, slope, intercept, LOG_DEGREE), sigmoid2(x, two_a, LOG_DEGREE)
 
 
 # Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. As two numbers the compiler
