@@ -1,8 +1,8 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length` and `downstream` that of `lssar eval downstream`; for those the
-name may be of several files, joined by a comma.
+modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that of
+`lssar bench --decode`; for those the name may be of several files, joined by a comma.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -24,6 +24,8 @@ def table(paths: list[Path], words: list[str]) -> str:
         return length_table(results)
     if words == ["downstream"]:
         return downstream_table(results)
+    if words == ["decode"]:
+        return decode_table(results)
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -81,6 +83,25 @@ def downstream_table(results: list[dict]) -> str:
         f"{arm['harness']} harness. Command: `{arm['command']}`."
         for arm in arms
     ]
+    return "\n".join(lines) + "\n"
+
+
+def decode_table(results: list[dict]) -> str:
+    """Microseconds of a step of decoding, and the ratio to the fastest softmax of the same run."""
+    lines = ["| | keys in the cache | best softmax, us | raw keys, us | unit keys, us |", "|---|---|---|---|---|"]
+    for rows in (result["rows"] for result in results):
+        for length in dict.fromkeys(row["length"] for row in rows):
+            times = {row["contestant"]: row["forward_ms"] * 1e3 for row in rows if row["length"] == length}
+            name = min((name for name in times if name.endswith(":softmax")), key=lambda name: times[name])
+            ours = (times["fused:lssar"], times["unit_cache:lssar"])
+            r = rows[0]
+            lines.append(
+                f"| batch {r['batch']}, {r['heads']} / {r['key_heads']} heads, d {r['head_size']} | {length:,} | "
+                f"{_shown(times[name])} ({name.split(':')[0]}) | "
+                + " | ".join(f"{_shown(time)} ({time / times[name]:.2f}x)" for time in ours)
+                + " |"
+            )
+    lines += [f"\n{_machine(result['environment'])}. Command: `{result['command']}`." for result in results]
     return "\n".join(lines) + "\n"
 
 
