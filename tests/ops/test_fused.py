@@ -175,6 +175,24 @@ def test_second_derivative_is_refused():
         grad.sum().backward()
 
 
+def test_decode_refuses_a_gradient():
+    q, k, v, _ = tensors(Lq=1, Lk=20)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        fused_decode(q.requires_grad_(), k, v, p=15).sum().backward()
+
+
+@pytest.mark.parametrize("p", [15.0, None])
+def test_operators_are_what_pytorch_expects(p):
+    """Schema, fakes, autograd and what torch.compile makes of them, by PyTorch's own checks."""
+    from lssar.ops.fused.decode import decode_op
+    from lssar.ops.fused.op import forward_op
+
+    q, k, v, _ = (x.requires_grad_() for x in tensors(Lq=128, D=16))  # rows are padded to that, with anything
+    torch.library.opcheck(forward_op, (q, k, v, p, True, None, None, None))
+    row = [x.detach() for x in (q[:, :, -1:], k, v)]
+    torch.library.opcheck(decode_op, (*row, p, None, None, 0.0, False))
+
+
 def test_why_not():
     q, k, v, _ = tensors(Lq=5)
     lssar_spec = lssar.spec("lssar")
@@ -349,13 +367,14 @@ def test_splits_of_decode_fill_the_card():
     from lssar.ops.fused.decode import choose_splits
 
     tile = 3 * 64 * 128 * 2  # bytes of three stages of 64 bfloat16 keys of 128
-    card = {"multiprocessors": 132, "shared_memory": 228 * 1024}
+    card = {"multiprocessors": 132, "shared_memory": 228 * 1024, "registers": 64 * 80}
     assert choose_splits(8, 2**17, tile, **card) == 66  # one wave: four programs on each of 132
     assert choose_splits(16, 2**17, tile // 2, **card) == 66  # eight on each
     assert choose_splits(300, 2**17, tile, **card) == 5  # one wave would be 300 of 528 places, three are 1500 of 1584
+    assert choose_splits(16, 2**17, tile // 2, **card | {"registers": 128 * 80}) == 49  # six: registers for no more
     assert choose_splits(8, 600, tile, **card) == 3  # none shorter than 256 keys
     assert choose_splits(10_000, 2**17, tile, **card) == 1
-    assert choose_splits(3, 1, tile, multiprocessors=1, shared_memory=1024) == 1
+    assert choose_splits(3, 1, tile, registers=2**17, multiprocessors=1, shared_memory=1024) == 1
 
 
 @pytest.mark.gpu

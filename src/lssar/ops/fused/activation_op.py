@@ -7,13 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lssar.ops.fused import activations
 from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.op import what_rows_see
-from lssar.ops.fused.tiles import launch
+from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
 from lssar.ops.numerics import scale_factor, whole
 from lssar.specs import AttentionSpec
 
@@ -26,7 +25,7 @@ def _mechanism(literal: str, d: int) -> dict[str, Any]:
         "SCALE": scale_factor(d, spec), "LOG_N": spec.log_n, "BIAS": spec.bias, "LENGTH": float(spec.train_length),
         "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma), "COSINE": spec.cosine,
         "P": 0 if spec.p is None else whole(spec.p),  # 0: no re-weighting
-        "D": d, "BLOCK_D": max(16, triton.next_power_of_2(d)),
+        "D": d, "BLOCK_D": max(16, power_of_two(d)),
     }  # fmt: skip
 
 
@@ -62,7 +61,7 @@ def _forward(
     shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
 
     def run(tile, tile_constants):
-        activations.forward_kernel[(triton.cdiv(L, tile.m) * B * H,)](
+        activations.forward_kernel[(ceil_div(L, tile.m) * B * H,)](
             q, k, v, o, rows, rows.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             *shapes, **constants, **tile_constants,
         )  # fmt: skip
@@ -87,13 +86,13 @@ def _backward(
     B, H, L, _ = q.shape
 
     def run_queries(tile, tile_constants):
-        activations.query_gradient_kernel[(triton.cdiv(L, tile.m) * B * H,)](
+        activations.query_gradient_kernel[(ceil_div(L, tile.m) * B * H,)](
             q, k, v, do, dq, rows, delta, mean, rows.stride(0), *read, *dq.stride()[:3], *shapes,
             **constants, **tile_constants,
         )  # fmt: skip
 
     def run_keys(tile, tile_constants):
-        activations.key_gradient_kernel[(triton.cdiv(k.shape[2], tile.n) * B * k.shape[1],)](
+        activations.key_gradient_kernel[(ceil_div(k.shape[2], tile.n) * B * k.shape[1],)](
             q, k, v, do, dk, dv, rows, delta, mean, rows.stride(0), *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
             **constants, **tile_constants,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A pair of kernels as PyTorch custom ops, with fakes and a first derivative."""
+"""A pair of kernels as PyTorch operators, with fakes and a first derivative."""
 
 from __future__ import annotations
 
@@ -7,6 +7,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+LIBRARY = torch.library.Library("lssar", "FRAGMENT")
+
+
+def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`lssar::NAME`, on every device; under torch.compile a node of the graph.
+
+    What `torch.library.custom_op` does, less the layers of Python that it puts between a call and `run`: for short
+    sequences those took longer than the kernels.
+    """
+    LIBRARY.define(name + schema)
+    LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lssar::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.lssar, name).default
+
+
+def refuse_gradient(op: Any, why: str) -> None:
+    """An operator whose results say why when somebody wants a gradient through them."""
+
+    class Refuse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*arguments)
+
+        @staticmethod
+        def backward(ctx, *_):
+            raise RuntimeError(why)
+
+    def run(*arguments):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            return Refuse.apply(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+
+    LIBRARY.impl(op._schema.name.removeprefix("lssar::"), run, "Autograd")
 
 
 def differentiable(
@@ -18,30 +54,39 @@ def differentiable(
     mechanism: its one argument in the schema; rows_of: an empty tensor like the row numbers that go to the backward.
     """
     options = f"{mechanism}, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
-    forward_op = torch.library.custom_op(
-        f"lssar::{name}_forward", forward, mutates_args=(),
-        schema=f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)",
+    forward_op = operator(
+        f"{name}_forward", f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", forward,
+        lambda q, *_: (torch.empty_like(q), rows_of(q)),
     )  # fmt: skip
-    backward_op = torch.library.custom_op(
-        f"lssar::{name}_backward", backward, mutates_args=(),
-        schema=f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {options}) "
-               "-> (Tensor, Tensor, Tensor)",
+    backward_op = operator(
+        f"{name}_backward",
+        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {options}) -> (Tensor, Tensor, Tensor)",
+        backward, lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
     )  # fmt: skip
 
-    def save(ctx, inputs, output):
-        q, k, v, ctx.mechanism, ctx.causal, cu_seqlens, key_lengths, ctx.window = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, key_lengths)
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, mechanism, causal, cu_seqlens, key_lengths, window):
+            with torch._C._AutoDispatchBelowAutograd():
+                o, rows = forward_op(q, k, v, mechanism, causal, cu_seqlens, key_lengths, window)
+            ctx.save_for_backward(q, k, v, o, rows, cu_seqlens, key_lengths)
+            ctx.options = mechanism, causal, window
+            ctx.mark_non_differentiable(rows)
+            return o, rows
 
-    def differentiate(ctx, do, _):
-        q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
-        grads = backward_op(q, k, v, o, do, rows, ctx.mechanism, ctx.causal, cu_seqlens, key_lengths, ctx.window)
-        return *grads, None, None, None, None, None
+        @staticmethod
+        def backward(ctx, do, _):
+            q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
+            mechanism, causal, window = ctx.options
+            grads = backward_op(q, k, v, o, do, rows, mechanism, causal, cu_seqlens, key_lengths, window)
+            return *grads, None, None, None, None, None
 
-    def refuse(ctx, *_):
-        raise RuntimeError("fused attention has no second derivative; use impl='reference' for double backward")
+    def differentiate(q, k, v, *arguments):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return Fused.apply(q, k, v, *arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return forward_op(q, k, v, *arguments)
 
-    forward_op.register_fake(lambda q, *_: (torch.empty_like(q), rows_of(q)))
-    backward_op.register_fake(lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)))
-    forward_op.register_autograd(differentiate, setup_context=save)
-    backward_op.register_autograd(refuse)
+    LIBRARY.impl(f"{name}_forward", differentiate, "Autograd")
+    refuse_gradient(backward_op, "fused attention has no second derivative; use impl='reference' for double backward")
     return forward_op

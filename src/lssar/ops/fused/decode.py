@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.primitives import (
     HIDDEN,
     INTERPRETED,
@@ -31,24 +32,29 @@ from lssar.ops.fused.primitives import (
     weight_line,
     weight_root,
 )
+from lssar.ops.fused.tiles import ceil_div, power_of_two
 from lssar.ops.numerics import whole
 
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
-MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory would hold
+MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory and registers would hold
+REGISTERS = 65536  # of a multiprocessor
 SHARED_MEMORY = 227 * 1024  # a multiprocessor's, where PyTorch does not say
 
 
-def choose_splits(heads: int, length: int, tile_bytes: int, multiprocessors: int, shared_memory: int) -> int:
+def choose_splits(
+    heads: int, length: int, tile_bytes: int, registers: int, multiprocessors: int, shared_memory: int
+) -> int:
     """Into how many parts to split the keys of each of `heads` (batch x key heads).
 
-    Whole waves of programs: as many as the multiprocessors hold at once, by the shared memory of a program's tiles, or
-    the next multiple of that which leaves at most a tenth of the places of its last wave empty.
+    Whole waves of programs: as many as the multiprocessors hold at once, by the shared memory of a program's tiles and
+    its registers, or the next multiple of that which leaves at most a tenth of the places of its last wave empty.
     """
-    places = multiprocessors * max(1, min(MOST_PROGRAMS, shared_memory // (tile_bytes + 2048)))
+    at_once = min(MOST_PROGRAMS, shared_memory // (tile_bytes + 2048), REGISTERS // registers)
+    places = multiprocessors * max(1, at_once)
     choices = [max(1, waves * places // heads) for waves in (1, 2, 3, 4)]
-    used = [heads * splits / (triton.cdiv(heads * splits, places) * places) for splits in choices]
+    used = [heads * splits / (ceil_div(heads * splits, places) * places) for splits in choices]
     best = next((i for i, share in enumerate(used) if share >= 0.9), used.index(max(used)))
-    return max(1, min(choices[best], triton.cdiv(length, SHORTEST_SPLIT)))
+    return max(1, min(choices[best], ceil_div(length, SHORTEST_SPLIT)))
 
 
 @triton.jit
@@ -347,24 +353,25 @@ def decode(
         warps = 2 if unit_keys else 4  # norms of keys are worth two more
     if norms is None:
         norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
-    block_r = triton.next_power_of_2(group * Lq)
-    block_d = max(16, triton.next_power_of_2(D))
+    block_r = power_of_two(group * Lq)
+    block_d = max(16, power_of_two(D))
     if splits is None:
         card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
         splits = choose_splits(
             B * Hkv, Lk, stages * block * block_d * k_cache.element_size(),
+            32 * warps * max(80, block_d),  # as ptxas has it: 79 to 127 a thread at head sizes 64 and 128
             getattr(card, "multi_processor_count", 1),
             getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY),
         )  # fmt: skip
     if ahead is None:
         ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
-    split_length = triton.cdiv(triton.cdiv(max(Lk, 1), splits), block) * block
-    splits = triton.cdiv(max(Lk, 1), split_length)
+    split_length = ceil_div(ceil_div(max(Lk, 1), splits), block) * block
+    splits = ceil_div(max(Lk, 1), split_length)
     k_strides = [k_cache.stride(i) for i in order]
     v_strides = [v_cache.stride(i) for i in order]
 
     rows = B * Hkv * block_r
-    x_stride = triton.cdiv(Lk, 16) * 16
+    x_stride = ceil_div(Lk, 16) * 16
     scores = q.new_empty((rows, x_stride), dtype=torch.float32)
     parts = q.new_empty((3, rows, splits), dtype=torch.float32)
     o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
@@ -391,29 +398,23 @@ def decode(
         scores, v_cache, parts[0], parts[1], o_parts, parts[2], listed, weights, lengths_or_any, table, *v_strides,
         table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
         P=whole(1.0 if p is None else p), REWEIGHT=p is not None,
-        BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=power_of_two(splits),
         STAGES=stages, num_warps=warps, **common, **following,
     )  # fmt: skip
     columns = min(block_d, 32)
-    combine_kernel[(B * Hkv, group * Lq, triton.cdiv(D, columns))](
+    combine_kernel[(B * Hkv, group * Lq, ceil_div(D, columns))](
         o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
-        GROUP=group, Lq=Lq, D=D, BLOCK_D=columns, BLOCK_R=block_r, BLOCK_SPLITS=triton.next_power_of_2(splits),
+        GROUP=group, Lq=Lq, D=D, BLOCK_D=columns, BLOCK_R=block_r, BLOCK_SPLITS=power_of_two(splits),
         AHEAD=ahead, num_warps=4, **following,
     )  # fmt: skip
     return o
 
 
-decode_op = torch.library.custom_op(
-    "lssar::fused_decode",
-    lambda q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys: decode(
-        q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys
-    ),
-    mutates_args=(),
-    schema="(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, "
-    "float tolerance, bool unit_keys) -> Tensor",
+decode_op = operator(
+    "fused_decode",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, float tolerance, "
+    "bool unit_keys) -> Tensor",
+    lambda *arguments: decode(*arguments),
+    lambda q, *_: torch.empty_like(q),
 )
-
-
-@decode_op.register_fake
-def _(q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys):
-    return torch.empty_like(q)
+refuse_gradient(decode_op, "fused_decode has no gradient; lssar.attention has")

@@ -10,14 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lssar.ops.fused import backward
 from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.normalize import normalize_kernel
-from lssar.ops.fused.tiles import launch, tma_aligned
+from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import whole
 
 NORMALIZE_BLOCK = 32
@@ -41,7 +40,7 @@ class _Call:
         self.shape = {
             "LOG_D": math.log(self.D),
             "D": self.D,
-            "BLOCK_D": max(16, triton.next_power_of_2(self.D)),
+            "BLOCK_D": max(16, power_of_two(self.D)),
         }
         self.mechanism = {
             "P": whole(1.0 if p is None else p),
@@ -50,7 +49,7 @@ class _Call:
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
             "STEEP": p is not None and steep_rows(q.dtype, p),
         }
-        self.row_stride = triton.cdiv(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
+        self.row_stride = ceil_div(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
 
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
@@ -58,8 +57,8 @@ class _Call:
     def normalize(self, q: Tensor, k: Tensor, v: Tensor, v_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
-        query_programs = self.B * self.Hq * triton.cdiv(self.Lq, NORMALIZE_BLOCK)
-        key_programs = self.B * self.Hkv * triton.cdiv(self.Lk, NORMALIZE_BLOCK)
+        query_programs = self.B * self.Hq * ceil_div(self.Lq, NORMALIZE_BLOCK)
+        key_programs = self.B * self.Hkv * ceil_div(self.Lk, NORMALIZE_BLOCK)
         normalize_kernel[(query_programs + key_programs,)](
             q, k, v, unit_q, unit_k, v if v_max is None else v_max,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.B, self.Hq, self.Hkv, *self.visibility,
@@ -139,7 +138,7 @@ def _forward(
     kernel = by_hand.forward_kernel if by_hand else forward_kernel
 
     def run(tile, constants):
-        kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        kernel[(ceil_div(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
             call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
         )  # fmt: skip
@@ -176,7 +175,7 @@ def _backward(
     def run_queries(tile, tile_constants):
         nonlocal query_rows
         query_rows = tile.m
-        kernels.query_gradient_kernel[(triton.cdiv(call.Lq, tile.m) * call.B * call.Hq,)](
+        kernels.query_gradient_kernel[(ceil_div(call.Lq, tile.m) * call.B * call.Hq,)](
             unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
             *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
             **constants, **tile_constants,
@@ -184,7 +183,7 @@ def _backward(
 
     def run_keys(tile, tile_constants):
         flagged = call.mechanism["STEEP"] and tile.m <= 2 * query_rows  # see steep_block
-        kernels.key_gradient_kernel[(triton.cdiv(call.Lk, tile.n) * call.B * call.Hkv,)](
+        kernels.key_gradient_kernel[(ceil_div(call.Lk, tile.n) * call.B * call.Hkv,)](
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
             *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
             *shared, **(constants | {"STEEP": flagged}), **tile_constants,

@@ -22,6 +22,16 @@ from triton.runtime.errors import OutOfResources
 from lssar.ops.fused.primitives import USE_PTX
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Triton's own can be called by kernels too, and takes as long as launching one half of them."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
 @dataclass(frozen=True)
 class Tile:
     """m query rows by n keys; n1, stages1: the same for the forward's first pass (0: as the second)."""
@@ -128,7 +138,7 @@ def _load_stored() -> None:
 
 
 def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
-    bucket = max(64, triton.next_power_of_2(d))
+    bucket = max(64, power_of_two(d))
     key = (kernel, bucket, itemsize)
     _load_stored()
     if key in CHOSEN:
@@ -157,7 +167,7 @@ def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile,
             following = tile.smaller()
             if following is None:
                 raise
-            tile = CHOSEN[(name, max(64, triton.next_power_of_2(d)), itemsize)] = following
+            tile = CHOSEN[(name, max(64, power_of_two(d)), itemsize)] = following
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:

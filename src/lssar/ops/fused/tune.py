@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from lssar.ops.fused import op, tiles
-from lssar.ops.fused.tiles import Tile
+from lssar.ops.fused.tiles import Tile, power_of_two
 from lssar.records import write_json
 
 
@@ -55,7 +54,7 @@ def tune(
     o, rows = op._forward(q, k, v, *call)
     exact = [o, *op._backward(q, k, v, o, do, rows, *call)]
     launched = record(q, k, v, do)
-    bucket = max(64, triton.next_power_of_2(head_size))
+    bucket = max(64, power_of_two(head_size))
     found: dict[tiles.Key, Tile] = {}
     for name in launched:
         key = (name, bucket, q.element_size())
