@@ -129,6 +129,23 @@ def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
     assert "2/2" not in capsys.readouterr().out
 
 
+def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
+    """Else every arm that is left would be begun and fail."""
+
+    class Lost(RuntimeError): ...
+
+    def breaks(self, model, held_out):
+        raise Lost("device(s) busy or unavailable")
+
+    monkeypatch.setattr(runner, "DEVICE_LOST", (Lost,))
+    monkeypatch.setattr(Length, "read", breaks)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
+    said = capsys.readouterr().out
+    assert "the device is lost" in said
+    assert "arm 1 of" in said
+    assert "arm 2 of" not in said
+
+
 def test_arms_are_known_by_their_content():
     table4, figure2 = (set(arms_of([EXPERIMENTS[name]], H200)) for name in ("table4", "figure2"))
     shared = {arm.name for arm in table4 & figure2}

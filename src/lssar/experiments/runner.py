@@ -39,6 +39,10 @@ Report = Callable[[dict[str, Any]], None]
 Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
 
 
+DEVICE_LOST: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+"""After one of these no call to the device succeeds."""
+
+
 class Stopped(Exception):
     """Out of time, or asked to stop; what is done is kept."""
 
@@ -178,6 +182,9 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
             except ReadingFailed as reason:
                 say(f"{reason}; the others go on")
                 failed.append(arm.key)
+            except DEVICE_LOST:
+                say(f"{arm.key}: the device is lost to this process, which ends\n{traceback.format_exc()}")
+                return [*failed, arm.key]  # whatever it began next would fail as well
             except Exception:
                 say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
                 failed.append(arm.key)
@@ -221,6 +228,8 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
             began = time.monotonic()
             try:
                 figures = reading.read(model, held_out)
+            except DEVICE_LOST:
+                raise
             except Exception:
                 say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
                 continue
