@@ -1,8 +1,8 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that of
-`lssar bench --decode`; for those the name may be of several files, joined by a comma.
+modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
+of `lssar bench --decode`; for those the name may be of several files, joined by a comma.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 

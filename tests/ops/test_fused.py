@@ -11,7 +11,11 @@ from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.helpers import eager, with_gradients
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from lssar.ops.fused.primitives import head_and_block  # noqa: E402
+
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -369,6 +373,25 @@ def test_gpu_more_heads_than_a_grid_is_wide():
     )
     row = q[:, :, -1:].contiguous()
     assert torch.equal(fused_decode(row, k, v, p=15)[-1:], fused_decode(row[-1:], k[-1:], v[-1:], p=15))
+
+
+@triton.jit
+def turns_kernel(heads_ptr, blocks_ptr, blocks, together):
+    head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, together)
+    tl.store(heads_ptr + tl.program_id(0), head)
+    tl.store(blocks_ptr + tl.program_id(0), block)
+
+
+@pytest.mark.parametrize(
+    ("heads", "blocks", "together"), [(5, 3, 0), (5, 3, 1), (5, 3, 2), (5, 3, 5), (5, 3, 99), (1, 1, 4)]
+)
+def test_programs_take_turns(heads, blocks, together):
+    """Every block of every head once; among heads that go together, longer ones (lower numbers) first."""
+    of, block = (torch.empty(heads * blocks, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    turns_kernel[(heads * blocks,)](of, block, blocks, together)
+    taken = list(zip(of.tolist(), block.tolist()))
+    assert sorted(taken) == [(h, b) for h in range(heads) for b in range(blocks)]
+    assert taken == sorted(taken, key=lambda turn: (turn[0] // max(together, 1), turn[1], turn[0]))
 
 
 def test_splits_of_decode_fill_the_card():

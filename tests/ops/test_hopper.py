@@ -34,7 +34,7 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     constants = {
         "P": 15, "REWEIGHT": mechanism != "lssa", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": True, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "BLOCK_N1": 64,
-        "STAGES1": 2, "STEEP": "steep" in mechanism, "warps": 4, **SEEN,
+        "STAGES1": 2, "STEEP": "steep" in mechanism, "CACHE": 2**22, "warps": 4, **SEEN,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)
@@ -59,8 +59,8 @@ def test_triton(module, kernel, D, tmp_path):
     constants = {
         "P": 15, "REWEIGHT": True, "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3, "DOT": "tf32",
         "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages,
-        "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages, "STEEP": True, "warps": tile.warps,
-        **SEEN,
+        "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages, "STEEP": True, "CACHE": 2**22,
+        "warps": tile.warps, **SEEN,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     made = compile_kernel(f"lssar.ops.fused.{module}", kernel, constants, tmp_path, **types)
@@ -86,7 +86,8 @@ def test_activations(kernel, D, activation, p, tmp_path):
     constants = {
         "ACTIVATION": activation, "DIVISOR": "l1", "SIGN": 1.0, "SCALE": D**-0.5, "LOG_N": False, "BIAS": "-log_n",
         "LENGTH": 1024.0, "LOG_LENGTH": math.log(1024), "GAMMA": 1.0, "P": p, "COSINE": False, "D": D, "BLOCK_D": D,
-        "DOT": "tf32", "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages, "warps": tile.warps, **SEEN,
+        "DOT": "tf32", "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages, "CACHE": 2**22,
+        "warps": tile.warps, **SEEN,
     }  # fmt: skip
     made = compile_kernel("lssar.ops.fused.activations", kernel, constants, tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024

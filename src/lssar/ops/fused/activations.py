@@ -17,6 +17,7 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     INTERPRETED,
     dot,
+    head_and_block,
     load_tile,
     power,
     rows_of_keys,
@@ -196,13 +197,12 @@ def forward_kernel(
     BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
     COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output, and four numbers a row: what weights are multiplied by, what exp is shifted by, slope and intercept."""
     blocks = tl.cdiv(Lq, BLOCK_M)
-    program = tl.program_id(0)
-    head = program // blocks  # b * Hq + h
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M  # the longest rows of a head go first
+    head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
+    first_row = (blocks - 1 - block) * BLOCK_M
     b, h = (head // Hq).to(tl.int64), (head % Hq).to(tl.int64)
     h_kv = h // (Hq // Hkv)
     q_ptr += b * q_stride_b + h * q_stride_h
@@ -325,12 +325,11 @@ def query_gradient_kernel(
     BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
     COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(Lq, BLOCK_M)
-    program = tl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)
+    first_row = (blocks - 1 - block) * BLOCK_M
     b, h = (head // Hq).to(tl.int64), (head % Hq).to(tl.int64)
     h_kv = h // (Hq // Hkv)
     q_ptr += b * q_stride_b + h * q_stride_h
@@ -388,13 +387,12 @@ def key_gradient_kernel(
     BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
     COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them."""
     blocks = tl.cdiv(Lk, BLOCK_N)
-    program = tl.program_id(0)
-    head_kv = program // blocks
-    first_key = program % blocks * BLOCK_N
+    head_kv, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
+    first_key = block * BLOCK_N
     b, h_kv = head_kv // Hkv, head_kv % Hkv
     group = Hq // Hkv
     b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)

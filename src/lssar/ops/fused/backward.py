@@ -15,6 +15,7 @@ from lssar.ops.fused.primitives import (
     dot,
     ex2,
     exact_unit_rows,
+    head_and_block,
     inverse_norms,
     lane_sum,
     lg2,
@@ -81,14 +82,13 @@ def query_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
+    CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row (store_row_values)."""
     blocks = tl.cdiv(Lq, BLOCK_M)
-    program = tl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)
+    first_row = (blocks - 1 - block) * BLOCK_M
     b, h = head // Hq, head % Hq
     h_kv = h // (Hq // Hkv)
     b, h = b.to(tl.int64), h.to(tl.int64)
@@ -264,17 +264,16 @@ def key_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
+    CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
 
     q: unit_q, or, with EXACT_QUERIES, the bfloat16 queries that query_gradient_kernel left in its place.
     """
     blocks = tl.cdiv(Lk, BLOCK_N)
-    program = tl.program_id(0)
-    head_kv = program // blocks
-    first_key = program % blocks * BLOCK_N  # under a causal mask the first keys have the most rows
+    head_kv, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
+    first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
     b, h_kv = head_kv // Hkv, head_kv % Hkv
     group = Hq // Hkv
     b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)

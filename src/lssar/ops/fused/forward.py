@@ -13,6 +13,7 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     dot,
     ex2_neg_abs,
+    head_and_block,
     lane_compound,
     lane_max,
     lane_sum,
@@ -128,14 +129,13 @@ def forward_kernel(
     Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k: normalised copies, contiguous. One program a block of rows; the longest rows of a head go first."""
     blocks = tl.cdiv(Lq, BLOCK_M)
-    program = tl.program_id(0)
-    head = program // blocks  # b * Hq + h
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
+    first_row = (blocks - 1 - block) * BLOCK_M
     b = head // Hq
     h_kv = head % Hq // (Hq // Hkv)
     q_ptr += head.to(tl.int64) * Lq * D

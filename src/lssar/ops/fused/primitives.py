@@ -165,6 +165,20 @@ def lane_compound(t, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def head_and_block(program, programs, blocks, together):
+    """Which head, and which of its blocks counted from the longest, a program takes.
+
+    The blocks of `together` heads in turns, longest first: head by head, the longest of the last head would start when
+    little else is left, and most of the card would wait for it. No more heads than have what they read in the cache.
+    """
+    together = tl.maximum(together, 1)
+    first = program // (together * blocks) * together
+    within = program - first * blocks
+    present = tl.minimum(together, programs // blocks - first)
+    return first + within % present, within // present
+
+
+@triton.jit
 def visible_keys(
     rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,

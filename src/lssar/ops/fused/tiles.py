@@ -45,9 +45,9 @@ class Tile:
     registers: int | None = None  # at most so many a thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
 
-    def constants(self, kernel: str, aligned: bool) -> dict:
+    def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
         values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
-        values["TMA"] = self.tma and aligned
+        values |= {"TMA": self.tma and aligned, "CACHE": cached_elements(itemsize)}
         if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
         if self.registers is not None and USE_PTX:
@@ -161,13 +161,20 @@ def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile,
         try:
             if tile.tma and aligned:
                 triton.set_allocator(_allocate)  # a context variable: autograd's threads do not inherit it
-            run(tile, tile.constants(name, aligned))
+            run(tile, tile.constants(name, itemsize, aligned))
             return
         except OutOfResources:
             following = tile.smaller()
             if following is None:
                 raise
             tile = CHOSEN[(name, max(64, power_of_two(d)), itemsize)] = following
+
+
+@functools.cache
+def cached_elements(itemsize: int) -> int:
+    """Elements of each of two tensors that a third of the card's L2 cache holds: see primitives.head_and_block."""
+    card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+    return getattr(card, "L2_cache_size", 3 * 2**24) // 3 // (2 * itemsize)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:

@@ -36,6 +36,7 @@ from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     HIDDEN,
     exact_unit_rows,
+    head_and_block,
     inverse_norms,
     lane_sum,
     power,
@@ -174,15 +175,14 @@ def key_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
+    CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
     registers straight into the products with dO and q."""
     blocks = gl.cdiv(Lk, BLOCK_N)
-    program = gl.program_id(0)
-    head_kv = program // blocks
-    first_key = program % blocks * BLOCK_N  # under a causal mask the first keys have the most rows
+    head_kv, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
+    first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
     b, h_kv = head_kv // Hkv, head_kv % Hkv
     group = Hq // Hkv
     b64, h64 = b.to(gl.int64), h_kv.to(gl.int64)
@@ -327,14 +327,13 @@ def query_gradient_kernel(
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
+    CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.query_gradient_kernel for bfloat16."""
     blocks = gl.cdiv(Lq, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
+    first_row = (blocks - 1 - block) * BLOCK_M
     b, h = head // Hq, head % Hq
     h_kv = (h // (Hq // Hkv)).to(gl.int64)
     b64, h = b.to(gl.int64), h.to(gl.int64)

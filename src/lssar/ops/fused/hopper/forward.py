@@ -25,6 +25,7 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.primitives import (
     HIDDEN,
     ex2_neg_abs,
+    head_and_block,
     lane_compound,
     lane_max,
     lane_sum,
@@ -109,7 +110,7 @@ def forward_kernel(
     Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, TMA: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, CACHE: gl.constexpr, TMA: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
@@ -118,9 +119,8 @@ def forward_kernel(
     under way. K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
     """
     blocks = gl.cdiv(Lq, BLOCK_M)
-    program = gl.program_id(0)
-    head = program // blocks
-    first_row = (blocks - 1 - program % blocks) * BLOCK_M
+    head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
+    first_row = (blocks - 1 - block) * BLOCK_M
     b = head // Hq
     b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
     h_kv = h // (Hq // Hkv)
