@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/fused_lab.py check
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
+    PYTHONPATH=src python benchmarks/fused_lab.py schedule
 
 A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked
 against a float64 reference before it is timed; a wrong one prints its error and no time.
@@ -10,6 +11,7 @@ against a float64 reference before it is timed; a wrong one prints its error and
 
 from __future__ import annotations
 
+import heapq
 import math
 import multiprocessing
 import os
@@ -351,6 +353,27 @@ def profile_once(run):
         print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
+def schedule():
+    """How much longer than evenly spread work a causal forward takes by the order of its blocks; needs no GPU.
+
+    A block of 128 rows takes a unit of time for every 64 keys, and four before and after. Slots: blocks that 132
+    multiprocessors hold at once.
+    """
+    for heads, length, slots in ((16, 8192, 132), (32, 8192, 132), (64, 16384, 264), (256, 1024, 264)):
+        blocks = length // 128
+        shown = []
+        for together in (1, 2, 4, 8, 16):
+            busy = [0.0] * slots
+            work = [
+                2 * (blocks - i) + 4 for first in range(0, heads, together) for i in range(blocks)
+                for _ in range(min(together, heads - first))
+            ]  # fmt: skip
+            for units in work:
+                heapq.heapreplace(busy, busy[0] + units)
+            shown.append(f"{together} heads together +{max(busy) / (sum(work) / slots) - 1:.1%}")
+        print(f"{heads} heads of {length}, {slots} slots:", ", ".join(shown))
+
+
 def check():
     for d, dtype, p in ((64, torch.bfloat16, 15.0), (128, torch.bfloat16, 15.0), (80, torch.float16, 3.0),
                         (64, torch.float32, 15.0), (64, torch.bfloat16, None), (128, torch.bfloat16, 1.5)):  # fmt: skip
@@ -364,6 +387,8 @@ if __name__ == "__main__":
     command, *rest = sys.argv[1:]
     if command == "check":
         check()
+    elif command == "schedule":
+        schedule()
     elif command == "decode_sweep":
         decode_sweep()
     elif command == "decode_norms":
