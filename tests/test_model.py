@@ -176,6 +176,7 @@ def test_bad_configs(fields, words):
 @pytest.mark.parametrize("mechanism", ["softmax", "cosine_softmax", "ssmax", "lssa", "lssar", "sigmoid"])
 def test_gpu_compiles_without_breaks(mechanism):
     """A step of training as one graph: what chooses a kernel, and where the kernel comes from, must be traceable."""
+    torch.compiler.reset()
     model = small(attention=lssar.spec(mechanism), width=64).float().cuda()
     ids = torch.randint(0, 61, (2, 64), device="cuda")
     step = lambda: model(ids, targets=ids)  # noqa: E731

@@ -146,6 +146,20 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
     assert "arm 2 of" not in said
 
 
+def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
+    path = tmp_path / "arm.json"
+    record = lambda *keys: runner._record(path, {"arm": "a", "readings": dict.fromkeys(keys, 0)})  # noqa: E731
+    kept = lambda: set(json.loads(path.read_text())["readings"])  # noqa: E731
+    record("one")
+    assert kept() == {"one"}
+    record("one", "two")
+    assert kept() == {"one", "two"}
+    record("three")  # trained again elsewhere, and not read in full yet
+    assert kept() == {"one", "two"}
+    record("one", "two", "three")
+    assert kept() == {"one", "two", "three"}
+
+
 def test_arms_are_known_by_their_content():
     table4, figure2 = (set(arms_of([EXPERIMENTS[name]], H200)) for name in ("table4", "figure2"))
     shared = {arm.name for arm in table4 & figure2}

@@ -1,6 +1,6 @@
 """The queue: trains arms, reads them, and records each in a file of its own. Stop it whenever you like.
 
-RESULTS/ARM.json   one finished arm: figures, recipe, data, commit, machine; written whole, or not at all
+RESULTS/ARM.json   one arm: figures read so far, recipe, data, commit, machine
 RUNS/ARM/          its run folder: checkpoints, metrics and the readings done so far
 RUNS/ARM.lock      held by the process that works on it. The lock is the kernel's (flock), so it ends with the process,
                    however that ends: there are no stale ones.
@@ -217,24 +217,6 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
     model, recipe, step = load_run(run, device)
     scale = queue.scale
     held_out = HeldOut(queue.data, recipe, scale.read_tokens, device, queue.bench, scale.bench_documents)
-    readings: dict[str, Any] = {}
-    for reading in arm.readings:
-        if reading.key not in queue.required[arm.key] and reading.missing(queue.bench):
-            continue  # in passing only where it can be had
-        part = run / "readings" / f"{reading.key}.json"
-        if not part.exists():
-            if (left := queue.time_left()) is not None and left <= 0:
-                raise Stopped("out of time while reading")
-            began = time.monotonic()
-            try:
-                figures = reading.read(model, held_out)
-            except DEVICE_LOST:
-                raise
-            except Exception:
-                say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
-                continue
-            write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))
-        readings[reading.key] = json.loads(part.read_text())
     started = json.loads((run / "config.json").read_text())["environment"]
     result = {
         "arm": arm.key,
@@ -250,15 +232,41 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
         "seed": recipe.seed,
         "step": step,
         "training": summarise(read_metrics(run)),
-        "readings": readings,
+        "readings": {},
         "environment": started,
     }
-    write_json(queue.result(arm), plain(result), overwrite=True)
+    readings: dict[str, Any] = result["readings"]
+    required = queue.required[arm.key]
+    for reading in sorted(arm.readings, key=lambda reading: reading.key not in required):
+        if reading.key not in required and reading.missing(queue.bench):
+            continue  # in passing only where it can be had
+        part = run / "readings" / f"{reading.key}.json"
+        if not part.exists():
+            if (left := queue.time_left()) is not None and left <= 0:
+                raise Stopped("out of time while reading")
+            began = time.monotonic()
+            try:
+                figures = reading.read(model, held_out)
+            except DEVICE_LOST:
+                raise
+            except Exception:
+                say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
+                continue
+            write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))
+        readings[reading.key] = json.loads(part.read_text())
+        _record(queue.result(arm), result)
+    _record(queue.result(arm), result)
     if lost := set(queue.required[arm.key]) - set(readings):
         raise ReadingFailed(f"{arm.key} is trained, but not read: {', '.join(sorted(lost))}")
     for checkpoint in (run / "checkpoints").glob("step-*"):  # further readings need the weights alone
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
     return result
+
+
+def _record(path: Path, result: dict[str, Any]) -> None:
+    """After every reading, since the machine may go before the last; but never in place of a file that has more."""
+    if not path.exists() or set(json.loads(path.read_text())["readings"]) <= set(result["readings"]):
+        write_json(path, plain(result), overwrite=True)
 
 
 def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
