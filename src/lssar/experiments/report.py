@@ -36,7 +36,8 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
         f"tokens ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
         f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
-        "its own: 124M on FineWeb-10B.\n\n## Claims\n\n"
+        "its own: 124M on FineWeb-10B. Compare losses within a table: readings to 16x and to 64x are of different "
+        "pieces of the held-out text, and the loss held out in training is of others again.\n\n## Claims\n\n"
     )
     text += "| | claim | verdict | evidence | command |\n|---|---|---|---|---|\n"
     for c in claims:

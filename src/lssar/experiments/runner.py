@@ -39,10 +39,6 @@ Report = Callable[[dict[str, Any]], None]
 Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
 
 
-DEVICE_LOST: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
-"""After one of these no call to the device succeeds."""
-
-
 class Stopped(Exception):
     """Out of time, or asked to stop; what is done is kept."""
 
@@ -182,16 +178,28 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
             except ReadingFailed as reason:
                 say(f"{reason}; the others go on")
                 failed.append(arm.key)
-            except DEVICE_LOST:
-                say(f"{arm.key}: the device is lost to this process, which ends\n{traceback.format_exc()}")
-                return [*failed, arm.key]  # whatever it began next would fail as well
             except Exception:
-                say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
                 failed.append(arm.key)
+                if device_is_lost():  # whatever is begun next would fail as well
+                    say(f"{arm.key}: the device is lost to this process, which ends\n{traceback.format_exc()}")
+                    return failed
+                say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
             if torch.cuda.is_available():
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
     return failed
+
+
+def device_is_lost() -> bool:
+    """After some errors, not after all, no call to the GPU succeeds in this process."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -247,9 +255,9 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
             began = time.monotonic()
             try:
                 figures = reading.read(model, held_out)
-            except DEVICE_LOST:
-                raise
             except Exception:
+                if device_is_lost():
+                    raise
                 say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
                 continue
             write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))

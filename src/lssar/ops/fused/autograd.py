@@ -17,7 +17,7 @@ def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     What `torch.library.custom_op` does, less the layers of Python that it puts between a call and `run`: for short
     sequences those took longer than the kernels.
     """
-    LIBRARY.define(name + schema)
+    LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lssar::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lssar, name).default

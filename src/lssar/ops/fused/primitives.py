@@ -171,7 +171,7 @@ def head_and_block(program, programs, blocks, together):
     The blocks of `together` heads in turns, longest first: head by head, the longest of the last head would start when
     little else is left, and most of the card would wait for it. No more heads than have what they read in the cache.
     """
-    together = tl.maximum(together, 1)
+    together = tl.minimum(tl.maximum(together, 1), programs // blocks)  # so that the product fits int32
     first = program // (together * blocks) * together
     within = program - first * blocks
     present = tl.minimum(together, programs // blocks - first)

@@ -23,7 +23,7 @@ from lssar.ops.fused.primitives import USE_PTX
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Triton's own can be called by kernels too, and takes as long as launching one half of them."""
+    """triton.cdiv is slow on the host, because kernels can call it as well."""
     return -(-a // b)
 
 
