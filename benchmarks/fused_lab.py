@@ -83,7 +83,7 @@ def choose(kernel, d, text, itemsize=2):
 
     tiles.CHOSEN.clear()
     if text:
-        tiles.CHOSEN[(kernel, max(64, 1 << (d - 1).bit_length()), itemsize)] = parse_tile(text)
+        tiles.CHOSEN[tiles.key_of(kernel, d, itemsize)] = parse_tile(text)
     return tiles
 
 
@@ -179,7 +179,7 @@ def sweep(jobs):
             results.append((ms, f"  {text or 'table':24s} {ms:.3f} ms  {ms / base:.2f}x of cuDNN's part"))
         print("\n".join(line for _, line in sorted(results)), flush=True)
         if results:
-            best[(kernel, max(64, 1 << (d - 1).bit_length()), 2)] = parse_tile(min(results)[1].split()[0])
+            best[tiles.key_of(kernel, d, 2)] = parse_tile(min(results)[1].split()[0])
     return best
 
 

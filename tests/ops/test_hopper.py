@@ -12,9 +12,22 @@ import pytest
 from tests.ops.compile_for_hopper import compile_kernel
 
 pytest.importorskip("triton")
+from lssar.ops.fused.tiles import HOPPER, Tile
+
 SEEN = {"CAUSAL": True, "WINDOWED": True, "PACKED": True, "HAS_LENGTHS": True}
 MULTIPROCESSOR = 228 * 1024
 """Bytes of shared memory."""
+
+
+def compile_lssar(module, kernel, D, mechanism, tile, cache):
+    constants = {
+        "P": 15, "REWEIGHT": mechanism != "lssa", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
+        "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+        "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
+        "STEEP": "steep" in mechanism, "CACHE": 2**22, "warps": tile.warps, **SEEN,
+    }  # fmt: skip
+    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
+    return compile_kernel(module, kernel, constants, cache, **types)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +44,7 @@ MULTIPROCESSOR = 228 * 1024
 )
 def test_gluon(kernel, D, mechanism, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
-    constants = {
-        "P": 15, "REWEIGHT": mechanism != "lssa", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
-        "DOT": "tf32", "EXACT_QUERIES": True, "TMA": True, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2, "BLOCK_N1": 64,
-        "STAGES1": 2, "STEEP": "steep" in mechanism, "CACHE": 2**22, "warps": 4, **SEEN,
-    }  # fmt: skip
-    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
-    made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)
+    made = compile_lssar("lssar.ops.fused.hopper", kernel, D, mechanism, Tile(64, 64, 4, 2, tma=True), tmp_path)
     assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
     assert made["wgmma"] > 0
 
@@ -53,17 +60,8 @@ def test_gluon(kernel, D, mechanism, tmp_path):
 )
 def test_triton(module, kernel, D, tmp_path):
     """What runs on Hopper at other head sizes and without Gluon, with its own tiles and the branches of steep rows."""
-    from lssar.ops.fused.tiles import HOPPER
-
     tile = HOPPER[kernel.removesuffix("_kernel"), D, 2]
-    constants = {
-        "P": 15, "REWEIGHT": True, "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3, "DOT": "tf32",
-        "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages,
-        "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages, "STEEP": True, "CACHE": 2**22,
-        "warps": tile.warps, **SEEN,
-    }  # fmt: skip
-    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
-    made = compile_kernel(f"lssar.ops.fused.{module}", kernel, constants, tmp_path, **types)
+    made = compile_lssar(f"lssar.ops.fused.{module}", kernel, D, "lssar, steep", tile, tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0
 
@@ -80,8 +78,6 @@ def test_triton(module, kernel, D, tmp_path):
     ],
 )
 def test_activations(kernel, D, activation, p, tmp_path):
-    from lssar.ops.fused.tiles import HOPPER
-
     tile = HOPPER[f"activation_{kernel.removesuffix('_kernel')}", D, 2]
     constants = {
         "ACTIVATION": activation, "DIVISOR": "l1", "SIGN": 1.0, "SCALE": D**-0.5, "LOG_N": False, "BIAS": "-log_n",

@@ -264,7 +264,7 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
         readings[reading.key] = json.loads(part.read_text())
         _record(queue.result(arm), result)
     _record(queue.result(arm), result)
-    if lost := set(queue.required[arm.key]) - set(readings):
+    if lost := set(required) - set(readings):
         raise ReadingFailed(f"{arm.key} is trained, but not read: {', '.join(sorted(lost))}")
     for checkpoint in (run / "checkpoints").glob("step-*"):  # further readings need the weights alone
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)

@@ -14,13 +14,29 @@ LIBRARY = torch.library.Library("lssar", "FRAGMENT")
 def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """`lssar::NAME`, on every device; under torch.compile a node of the graph.
 
-    What `torch.library.custom_op` does, less the layers of Python that it puts between a call and `run`: for short
-    sequences those took longer than the kernels.
+    What `torch.library.custom_op` does, less the layers of Python that it puts between a call and `run`: with short
+    sequences the host is what takes time.
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lssar::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lssar, name).default
+
+
+def with_autograd(op: Any, function: type[torch.autograd.Function]) -> None:
+    """Calls that need a gradient go through the function, others straight to what runs."""
+
+    def run(*arguments):
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
+            return function.apply(*arguments)
+        return below_autograd(op, *arguments)
+
+    LIBRARY.impl(op._schema.name.removeprefix("lssar::"), run, "Autograd")
+
+
+def below_autograd(op: Any, *arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
 
 
 def refuse_gradient(op: Any, why: str) -> None:
@@ -29,20 +45,13 @@ def refuse_gradient(op: Any, why: str) -> None:
     class Refuse(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *arguments):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*arguments)
+            return below_autograd(op, *arguments)
 
         @staticmethod
         def backward(ctx, *_):
             raise RuntimeError(why)
 
-    def run(*arguments):
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-            return Refuse.apply(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments)
-
-    LIBRARY.impl(op._schema.name.removeprefix("lssar::"), run, "Autograd")
+    with_autograd(op, Refuse)
 
 
 def differentiable(
@@ -67,8 +76,7 @@ def differentiable(
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, mechanism, causal, cu_seqlens, key_lengths, window):
-            with torch._C._AutoDispatchBelowAutograd():
-                o, rows = forward_op(q, k, v, mechanism, causal, cu_seqlens, key_lengths, window)
+            o, rows = below_autograd(forward_op, q, k, v, mechanism, causal, cu_seqlens, key_lengths, window)
             ctx.save_for_backward(q, k, v, o, rows, cu_seqlens, key_lengths)
             ctx.options = mechanism, causal, window
             ctx.mark_non_differentiable(rows)
@@ -81,12 +89,6 @@ def differentiable(
             grads = backward_op(q, k, v, o, do, rows, mechanism, causal, cu_seqlens, key_lengths, window)
             return *grads, None, None, None, None, None
 
-    def differentiate(q, k, v, *arguments):
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return Fused.apply(q, k, v, *arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return forward_op(q, k, v, *arguments)
-
-    LIBRARY.impl(f"{name}_forward", differentiate, "Autograd")
+    with_autograd(forward_op, Fused)
     refuse_gradient(backward_op, "fused attention has no second derivative; use impl='reference' for double backward")
     return forward_op

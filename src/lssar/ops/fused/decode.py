@@ -359,7 +359,7 @@ def decode(
         card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
         splits = choose_splits(
             B * Hkv, Lk, stages * block * block_d * k_cache.element_size(),
-            32 * warps * max(80, block_d),  # as ptxas has it: 79 to 127 a thread at head sizes 64 and 128
+            32 * warps * max(80, block_d),  # about what the compiler takes a thread
             getattr(card, "multi_processor_count", 1),
             getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY),
         )  # fmt: skip
@@ -414,7 +414,7 @@ decode_op = operator(
     "fused_decode",
     "(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, float tolerance, "
     "bool unit_keys) -> Tensor",
-    lambda *arguments: decode(*arguments),
+    decode,
     lambda q, *_: torch.empty_like(q),
 )
 refuse_gradient(decode_op, "fused_decode has no gradient; lssar.attention has")

@@ -132,7 +132,7 @@ def forward_kernel(
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q, k: normalised copies, contiguous. One program a block of rows; the longest rows of a head go first."""
+    """q, k: normalised copies, contiguous. One program a block of rows; see head_and_block for their order."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
     first_row = (blocks - 1 - block) * BLOCK_M

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -11,8 +9,6 @@ from lssar.ops.fused.primitives import INTERPRETED, USE_PTX, power, sigmoid2, so
 
 STEEP_FROM = tl.constexpr(4.643856189774724)  # 2a of x = 2
 STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
-TANH = tl.constexpr(os.environ.get("LSSAR_TANH") == "1")  # not timed yet
-SHORT_OFFSET = tl.constexpr(0.938776249)
 
 
 @triton.jit
@@ -35,16 +31,15 @@ def _ex2_neg(x):
 
 
 @triton.jit
-def _short_softplus(x, t):
-    """softplus2(x) / 2 where only x >= 2 matters, t = 2^-x: off by 8e-4 there, by 2e-2 at 1, and below any threshold
-    for smaller x."""
-    return x + t * (t * -0.61989008 + 1.439780565)
+def _steep_root(x, t, slope, intercept):
+    """weight_root of softplus2(x) where only x >= 2 matters, t = 2^-x: half of it is off by 8e-4 there, by 2e-2 at 1, and
+    for smaller x below any threshold."""
+    return weight_root(x + t * (t * -0.61989008 + 1.439780565), 2.0 * slope, intercept, 3)
 
 
 @triton.jit
 def steep_root(x, slope, intercept):
-    """weight_root of softplus2(x) for steep rows."""
-    return weight_root(_short_softplus(x, _ex2_neg(x)), 2.0 * slope, intercept, 3)
+    return _steep_root(x, _ex2_neg(x), slope, intercept)
 
 
 @triton.jit
@@ -67,49 +62,28 @@ def tile_weights(
 
 
 @triton.jit
-def _short_softplus_and_sigmoid(x):
-    """softplus2(x) / 2, less SHORT_OFFSET with TANH, where x >= 2 (below, too small), and 1 / (1 + 2^-x) for any x.
-
-    With TANH the latter is off by what the card's approximate tanh is, about 2^-12: a large share of small ones.
-    """
-    if TANH:  # one special function in place of two; softplus off by 2e-4 and by the tanh
-        if USE_PTX:
-            h = tl.inline_asm_elementwise(
-                "{ .reg .f32 m; mul.f32 m, $1, 0f3EB17218; tanh.approx.f32 $0, m; }", "=f,f", [x], tl.float32, True, 1
-            )
-        else:
-            h = 2.0 / (1.0 + tl.exp2(-x)) - 1.0
-        return x + h * (h * 0.224371685 - 1.162981185), h * 0.5 + 0.5
+def _sigmoid_of(t):
+    """1 / (1 + t), t = 2^-x: right for any x, infinite t included."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
     else:
-        t = _ex2_neg(x)
-        if USE_PTX:
-            sigma = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
-        else:
-            sigma = 1.0 / (1.0 + t)
-        return _short_softplus(x, t), sigma
-
-
-@triton.jit
-def _root_of_short(softplus, slope, intercept):
-    if TANH:
-        intercept += 2.0 * SHORT_OFFSET * slope
-    return weight_root(softplus, 2.0 * slope, intercept, 3)
+        return 1.0 / (1.0 + t)
 
 
 @triton.jit
 def steep_root_and_sigmoid(x, slope, intercept):
-    softplus, sigma = _short_softplus_and_sigmoid(x)
-    return _root_of_short(softplus, slope, intercept), sigma
+    t = _ex2_neg(x)
+    return _steep_root(x, t, slope, intercept), _sigmoid_of(t)
 
 
 @triton.jit
 def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
     """weight_root and sigmoid2; with STEEP, where short is true (steep rows, no hidden keys), the shorter forms."""
     if STEEP:
-        softplus, sigma = _short_softplus_and_sigmoid(x)
-        # sigma for both: Triton 3.6 cannot pipeline wgmma whose operand comes out of a branch
+        t = _ex2_neg(x)
+        sigma = _sigmoid_of(t)  # for both: Triton 3.6 cannot pipeline wgmma whose operand comes out of a branch
         if short:
-            root = _root_of_short(softplus, slope, intercept)
+            root = _steep_root(x, t, slope, intercept)
         else:
             root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
     else:

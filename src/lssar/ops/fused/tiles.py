@@ -137,16 +137,19 @@ def _load_stored() -> None:
         warnings.warn(f"{path} is not used: {problem}; `lssar tune` writes a new one", stacklevel=2)
 
 
+def key_of(kernel: str, d: int, itemsize: int) -> Key:
+    return kernel, max(64, power_of_two(d)), itemsize
+
+
 def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
-    bucket = max(64, power_of_two(d))
-    key = (kernel, bucket, itemsize)
+    key = key_of(kernel, d, itemsize)
     _load_stored()
     if key in CHOSEN:
         return CHOSEN[key]
     if not torch.cuda.is_available():
         return INTERPRETED
     if itemsize == 4:
-        return FLOAT32[bucket]
+        return FLOAT32[key[1]]
     hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
     return (HOPPER if hopper else OTHER)[key]
 
@@ -167,7 +170,7 @@ def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile,
             following = tile.smaller()
             if following is None:
                 raise
-            tile = CHOSEN[(name, max(64, power_of_two(d)), itemsize)] = following
+            tile = CHOSEN[key_of(name, d, itemsize)] = following
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lssar.ops.fused import op, tiles
-from lssar.ops.fused.tiles import Tile, power_of_two
+from lssar.ops.fused.tiles import Tile
 from lssar.records import write_json
 
 
@@ -54,10 +54,9 @@ def tune(
     o, rows = op._forward(q, k, v, *call)
     exact = [o, *op._backward(q, k, v, o, do, rows, *call)]
     launched = record(q, k, v, do)
-    bucket = max(64, power_of_two(head_size))
     found: dict[tiles.Key, Tile] = {}
     for name in launched:
-        key = (name, bucket, q.element_size())
+        key = tiles.key_of(name, head_size, q.element_size())
         before = tiles.CHOSEN.get(key)
         best, best_ms, began = None, float("inf"), monotonic()
         for tile in candidates(name, tiles.tile_for(name, head_size, q.element_size())):
