@@ -10,8 +10,8 @@ import triton.language as tl  # noqa: E402
 from lssar.ops.fused.steep import (  # noqa: E402
     left_and_right,
     pairs_of,
+    root_and_sigmoid,
     softplus_pairs,
-    steep_root_and_sigmoid,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ def forms_kernel(x_ptr, mean_ptr, root_ptr, sigma_ptr, stride, SLOPE: tl.constex
     first = tl.arange(0, 16)[:, None] * stride + tl.program_id(0) * N
     columns = first + tl.arange(0, N)[None, :]
     x = tl.load(x_ptr + columns)
-    root, sigma = steep_root_and_sigmoid(x, SLOPE, 0.0)
+    root, sigma = root_and_sigmoid(x, SLOPE, 0.0, True, 3, True)
     tl.store(root_ptr + columns, root)
     tl.store(sigma_ptr + columns, sigma)
     left, right = left_and_right(softplus_pairs(pairs_of(x)))

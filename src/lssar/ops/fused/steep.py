@@ -15,7 +15,7 @@ STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
 def all_steep(slope, intercept, inside, P: tl.constexpr):
     """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
     and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
-    mean and with `steep_root`. Rows that are not inside do not count."""
+    mean and with `_steep_root`. Rows that are not inside do not count."""
     gentle = (slope * STEEP_FROM + intercept > 2.0 ** (-24.0 / P)) | (slope > STEEP_SPREAD)
     return tl.max((gentle & inside).to(tl.int32), 0) == 0
 
@@ -32,14 +32,9 @@ def _ex2_neg(x):
 
 @triton.jit
 def _steep_root(x, t, slope, intercept):
-    """weight_root of softplus2(x) where only x >= 2 matters, t = 2^-x: half of it is off by 8e-4 there, by 2e-2 at 1, and
-    for smaller x below any threshold."""
+    """weight_root of softplus2(x) where only x >= 2 matters, t = 2^-x. Half of that softplus is off by 8e-4 there, by
+    2e-2 at 1, and for smaller x below any threshold."""
     return weight_root(x + t * (t * -0.61989008 + 1.439780565), 2.0 * slope, intercept, 3)
-
-
-@triton.jit
-def steep_root(x, slope, intercept):
-    return _steep_root(x, _ex2_neg(x), slope, intercept)
 
 
 @triton.jit
@@ -52,7 +47,7 @@ def tile_weights(
     else:
         if STEEP:
             if steep:
-                root = steep_root(x, slope, intercept)
+                root = _steep_root(x, _ex2_neg(x), slope, intercept)
             else:
                 root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
         else:
@@ -68,12 +63,6 @@ def _sigmoid_of(t):
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + t], tl.float32, True, 1)
     else:
         return 1.0 / (1.0 + t)
-
-
-@triton.jit
-def steep_root_and_sigmoid(x, slope, intercept):
-    t = _ex2_neg(x)
-    return _steep_root(x, t, slope, intercept), _sigmoid_of(t)
 
 
 @triton.jit
