@@ -172,6 +172,26 @@ def test_bad_configs(fields, words):
         model_config("7b")
 
 
+@pytest.mark.parametrize("ntk", ["off", "length"])
+def test_compiled_training_computes_sines_once(ntk):
+    """Left to itself, the compiler computes them for every element of q and k in every layer."""
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    model = small().float()
+    model.ntk = ntk
+    ids = torch.randint(61, (2, 24))
+    compiled = torch.compile(model, backend=keep, fullgraph=True)(ids, targets=ids)
+    torch.testing.assert_close(compiled, model(ids, targets=ids))
+    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert called.count("lssar.cos_sin.default") == 1
+    assert not {"cos", "sin"} & set(called)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mechanism", ["softmax", "cosine_softmax", "ssmax", "lssa", "lssar", "sigmoid"])
 def test_gpu_compiles_without_breaks(mechanism):

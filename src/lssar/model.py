@@ -250,10 +250,13 @@ class GPT(nn.Module):
         self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
         """Logits (B, L, V); or, given targets (B, L), the mean cross-entropy in nats over those that are not IGNORE."""
-        logits = self.logits(self.hidden(ids, cache, cu_seqlens))
+        hidden = self.hidden(ids, cache, cu_seqlens)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+            return self.logits(hidden)
+        logits = F.linear(hidden, self.embed.weight).float()
+        # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
+        logits[..., self.config.vocab_size :] = -torch.inf
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096) -> Tensor:

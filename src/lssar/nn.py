@@ -26,8 +26,20 @@ def ntk_base(base: float, factor: float, head_size: int) -> float:
 def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
     """cos and sin, (..., L, D / 2), float32."""
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
-    angles = positions.float()[..., None] * base**-exponents
+    frequencies = base**-exponents
+    return _cos_sin_once(positions, frequencies) if torch.compiler.is_compiling() else _cos_sin(positions, frequencies)
+
+
+def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions.float()[..., None] * frequencies
     return angles.cos(), angles.sin()
+
+
+# A node that the compiler cannot look into: it would compute sines anew for every element of q and k in every layer.
+_cos_sin_once = torch.library.custom_op(
+    "lssar::cos_sin", _cos_sin, mutates_args=(), schema="(Tensor positions, Tensor frequencies) -> (Tensor, Tensor)"
+)
+_cos_sin_once.register_fake(_cos_sin)
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

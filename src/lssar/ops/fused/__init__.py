@@ -101,7 +101,8 @@ def activation_attention(
     from lssar.ops.fused.activation_op import forward_op
 
     bring = unit if spec.cosine else in_range
-    return forward_op(bring(q), bring(k), v, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
+    q, k = bring(q).to(q.dtype), bring(k).to(k.dtype)  # CUDA's autocast divides in float32
+    return forward_op(q, k, v, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
 
 
 FEW_ROWS = 16
