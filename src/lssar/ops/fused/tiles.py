@@ -86,7 +86,7 @@ HOPPER: dict[Key, Tile] = {
     ("key_gradient", 256, 2): Tile(64, 32, 8, 2),
     # hopper: one warp group for 64 rows; of the forward, n is half a unit of keys
     ("forward_hopper", 64, 2): Tile(64, 64, 4, 3, stages1=2, registers=168, tma=True),
-    ("forward_hopper", 128, 2): Tile(128, 64, 8, 2, stages1=2, tma=True),
+    ("forward_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
     ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
