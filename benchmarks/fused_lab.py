@@ -353,6 +353,19 @@ def profile_once(run):
         print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
+def groupings(heads, most):
+    """Sizes of the groups whose blocks take turns: head by head, groups as large as they may be, groups of one size."""
+    found = {"head by head": [1] * heads}
+    for together in most:
+        groups = -(-heads // together)
+        even = [(g + 1) * heads // groups - g * heads // groups for g in range(groups)]
+        full = [min(together, heads - first) for first in range(0, heads, together)]
+        found |= {f"at most {together}": even, f"{together} and a rest of {full[-1]}": full}
+        if full == even:
+            del found[f"{together} and a rest of {full[-1]}"]
+    return found
+
+
 def schedule():
     """How much longer than evenly spread work a causal forward takes by the order of its blocks; needs no GPU.
 
@@ -362,15 +375,12 @@ def schedule():
     for heads, length, slots in ((16, 8192, 132), (32, 8192, 132), (64, 16384, 264), (256, 1024, 264)):
         blocks = length // 128
         shown = []
-        for together in (1, 2, 4, 8, 16):
+        for name, groups in groupings(heads, (2, 4, 5, 8, 16)).items():
             busy = [0.0] * slots
-            work = [
-                2 * (blocks - i) + 4 for first in range(0, heads, together) for i in range(blocks)
-                for _ in range(min(together, heads - first))
-            ]  # fmt: skip
+            work = [2 * (blocks - i) + 4 for size in groups for i in range(blocks) for _ in range(size)]
             for units in work:
                 heapq.heapreplace(busy, busy[0] + units)
-            shown.append(f"{together} heads together +{max(busy) / (sum(work) / slots) - 1:.1%}")
+            shown.append(f"{name} +{max(busy) / (sum(work) / slots) - 1:.1%}")
         print(f"{heads} heads of {length}, {slots} slots:", ", ".join(shown))
 
 

@@ -383,15 +383,25 @@ def turns_kernel(heads_ptr, blocks_ptr, blocks, together):
 
 
 @pytest.mark.parametrize(
-    ("heads", "blocks", "together"), [(5, 3, 0), (5, 3, 1), (5, 3, 2), (5, 3, 5), (5, 3, 99), (1, 1, 4)]
+    ("heads", "blocks", "together", "sizes"),
+    [
+        (5, 3, 0, [1] * 5),
+        (5, 3, 1, [1] * 5),
+        (5, 3, 2, [1, 2, 2]),
+        (16, 2, 5, [4] * 4),  # not 5, 5, 5 and 1, which would leave the last head to itself
+        (5, 3, 5, [5]),
+        (5, 3, 99, [5]),
+        (1, 1, 4, [1]),
+    ],
 )
-def test_programs_take_turns(heads, blocks, together):
+def test_programs_take_turns(heads, blocks, together, sizes):
     """Every block of every head once; among heads that go together, longer ones (lower numbers) first."""
+    group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
     of, block = (torch.empty(heads * blocks, dtype=torch.int32, device=DEVICE) for _ in range(2))
     turns_kernel[(heads * blocks,)](of, block, blocks, together)
     taken = list(zip(of.tolist(), block.tolist()))
     assert sorted(taken) == [(h, b) for h in range(heads) for b in range(blocks)]
-    assert taken == sorted(taken, key=lambda turn: (turn[0] // max(together, 1), turn[1], turn[0]))
+    assert taken == sorted(taken, key=lambda turn: (group_of[turn[0]], turn[1], turn[0]))
 
 
 def test_splits_of_decode_fill_the_card():

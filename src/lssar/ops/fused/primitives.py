@@ -169,12 +169,15 @@ def head_and_block(program, programs, blocks, together):
     """Which head, and which of its blocks counted from the longest, a program takes.
 
     The blocks of `together` heads in turns, longest first: head by head, the longest of the last head would start when
-    little else is left, and most of the card would wait for it. No more heads than have what they read in the cache.
+    little else is left, and most of the card would wait for it. No more heads than have what they read in the cache,
+    in groups of one size, or nearly: if the last had few heads, it would be head by head again.
     """
-    together = tl.minimum(tl.maximum(together, 1), programs // blocks)  # so that the product fits int32
-    first = program // (together * blocks) * together
+    heads = programs // blocks
+    groups = tl.cdiv(heads, tl.maximum(together, 1)).to(tl.int64)
+    group = ((program // blocks + 1) * groups - 1) // heads
+    first = (group * heads // groups).to(tl.int32)
+    present = ((group + 1) * heads // groups).to(tl.int32) - first
     within = program - first * blocks
-    present = tl.minimum(together, programs // blocks - first)
     return first + within % present, within // present
 
 
