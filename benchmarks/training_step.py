@@ -1,0 +1,58 @@
+"""Where a step of training goes: its time, and the kernels that take most of it, on one GPU with random tokens.
+
+PYTHONPATH=src python benchmarks/training_step.py books-51m lssar softmax
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lssar.model import GPT
+from lssar.training.optimisers import make_optimisers
+from lssar.training.recipes import recipe
+
+KERNELS = 25
+
+
+def measure(name: str, mechanism: str) -> None:
+    r = recipe(name, attention=mechanism)
+    torch.manual_seed(0)
+    model = GPT(r.model()).cuda()
+    optimisers = make_optimisers(model, r)
+    model.compile()
+    ids = torch.randint(0, r.vocab_size, (r.micro_batch, r.length + 1), device="cuda")
+
+    def step() -> float:
+        for _ in range(r.micro_steps(1)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=r.dtype == "bfloat16"):
+                loss = model(ids[:, :-1], targets=ids[:, 1:]) / r.micro_steps(1)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return loss.item()
+
+    for _ in range(4):
+        step()
+    began, steps = time.perf_counter(), 8
+    for _ in range(steps):
+        step()
+    seconds = (time.perf_counter() - began) / steps
+    print(f"{name}, {mechanism}: step {1e3 * seconds:.1f} ms, {r.batch_tokens / seconds / 1e3:.0f}K tokens/s")
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+    kernels = sorted(profiled.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    print(f"kernels {sum(kernel.self_device_time_total for kernel in kernels) / 1e3:.1f} ms a step, of which")
+    for kernel in kernels[:KERNELS]:
+        print(f"{kernel.self_device_time_total / 1e3:8.2f} ms {kernel.count:5d}x {kernel.key[:100]}", flush=True)
+
+
+if __name__ == "__main__":
+    name, *mechanisms = sys.argv[1:] or ["books-51m", "lssar"]
+    for mechanism in mechanisms:
+        measure(name, mechanism)
