@@ -25,10 +25,8 @@ from lssar.nn import (
     ntk_base,
     rotary_angles,
 )
+from lssar.ops.loss import IGNORE, next_token_loss
 from lssar.specs import AttentionSpec, spec
-
-IGNORE = -100
-"""Target that counts for nothing."""
 
 LSSAR = spec("lssar")
 Position = Literal["rope", "alibi", "none"]
@@ -253,10 +251,8 @@ class GPT(nn.Module):
         hidden = self.hidden(ids, cache, cu_seqlens)
         if targets is None:
             return self.logits(hidden)
-        logits = F.linear(hidden, self.embed.weight).float()
-        # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
-        logits[..., self.config.vocab_size :] = -torch.inf
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+        logits = F.linear(hidden, self.embed.weight)
+        return next_token_loss(logits.flatten(0, 1), targets.flatten(), self.config.vocab_size)
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from lssar.data.shards import check_ids
 from lssar.data.stream import Shards, TokenStream
+from lssar.ops.loss import IGNORE
 
-IGNORE = -100  # cross_entropy's ignore_index
 _ROUNDS = 6
 
 

@@ -1,0 +1,36 @@
+"""Cross-entropy of the next token over logits whose rows are longer than the vocabulary."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lssar.ops.fused import HAS_TRITON
+
+IGNORE = -100
+"""Target that counts for nothing; `cross_entropy`'s own default."""
+
+
+FUSED = HAS_TRITON and os.environ.get("LSSAR_LOSS") != "0"
+"""LSSAR_LOSS=0 does without the kernels."""
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean cross-entropy in nats. logits (T, W), of which the first `vocab_size` count, are overwritten beyond those;
+    targets (T,).
+
+    Half-precision logits on a GPU are read once for the loss and once for its gradient, by kernels of their own: a
+    compiled `cross_entropy` takes twice as long as that, or more (docs/training.md).
+    """
+    if FUSED and logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16):
+        from lssar.ops.fused.loss import loss_op
+
+        losses, _ = loss_op(logits, targets, vocab_size)
+        return losses.sum() / (targets != IGNORE).sum()
+    logits = logits.float()
+    # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
+    logits[..., vocab_size:] = -torch.inf
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE)

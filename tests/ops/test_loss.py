@@ -1,0 +1,110 @@
+"""The fused loss against cross-entropy in float64: in Triton's interpreter, on a GPU at full size."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lssar.ops.loss import IGNORE, next_token_loss
+
+pytest.importorskip("triton")
+from lssar.ops.fused.loss import BLOCK, loss_op
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def case(rows, vocab, width, dtype=torch.float16, scale=3.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(rows, width, generator=generator)).to(dtype).to(DEVICE)
+    targets = torch.randint(vocab, (rows,), generator=generator).to(DEVICE)
+    return logits.requires_grad_(), targets
+
+
+def check(logits, targets, vocab):
+    wide = logits.detach().double().requires_grad_()
+    exact = F.cross_entropy(wide[:, :vocab], targets, ignore_index=IGNORE, reduction="none")
+    weights = torch.rand_like(exact)  # a gradient of its own for every row
+    (want,) = torch.autograd.grad(exact, wide, weights)
+    losses, _ = loss_op(logits, targets, vocab)
+    (got,) = torch.autograd.grad(losses, logits, weights.float())
+    torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=1e-5)
+    assert got.dtype == logits.dtype
+    assert not got[:, vocab:].any()
+    small = torch.finfo(logits.dtype).smallest_normal  # gradients below are rounded away
+    assert ((got - want).abs() <= 1.01 * EPS[logits.dtype] * want.abs() + 1e-7 + small).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width"),
+    [
+        (1, 1, 1),
+        (5, 2, 128),
+        (3, 61, 61),
+        (3, 257, 384),
+        (2, BLOCK, BLOCK),
+        (2, BLOCK + 1, BLOCK + 128),
+        (2, 9000, 9001),
+    ],
+)
+def test_loss_and_gradient(rows, vocab, width):
+    check(*case(rows, vocab, width), vocab)
+
+
+def test_what_lies_beyond_the_vocabulary_and_targets_that_do_not_count():
+    logits, targets = case(6, 300, 384)
+    with torch.no_grad():
+        logits[:, 300:] = torch.inf
+        logits[1] *= 1e4  # of which float16 keeps infinities
+        logits[1].clamp_(-6e4, 6e4)
+        logits[2, :299] = -torch.inf
+    targets[2] = 299
+    targets[3] = IGNORE
+    check(logits, targets, 300)
+    (grad,) = torch.autograd.grad(loss_op(logits, targets, 300)[0].sum(), logits)
+    assert not grad[3].any()
+    targets[0] = 300
+    assert loss_op(logits, targets, 300)[0].isnan().tolist() == [True, *[False] * 5]
+
+
+def test_strides_and_no_rows():
+    logits, targets = case(4, 100, 128)
+    apart = torch.empty(4, 256, dtype=logits.dtype, device=DEVICE)[:, :128].copy_(logits.detach()).requires_grad_()
+    turned = logits.detach().T.contiguous().T.requires_grad_()
+    for x in (apart, turned):
+        check(x, torch.stack([targets, targets], 1)[:, 0], 100)
+    losses, _ = loss_op(logits[:0], targets[:0], 100)
+    assert losses.shape == (0,)
+    (grad,) = torch.autograd.grad(losses.sum(), logits)
+    assert not grad.any()
+
+
+def test_the_operator_is_what_pytorch_expects():
+    logits, targets = case(3, 100, 128)
+    torch.library.opcheck(loss_op, (logits, targets, 100))
+    (grad,) = torch.autograd.grad(loss_op(logits, targets, 100)[0].sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_without_kernels_it_is_cross_entropy():
+    logits, targets = case(5, 61, 64, torch.float32)
+    targets[1] = IGNORE
+    exact = F.cross_entropy(logits[:, :61], targets)
+    (want,) = torch.autograd.grad(exact, logits)
+    loss = next_token_loss(logits * 1, targets, 61)
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", EPS, ids=str)
+def test_gpu_full_size(dtype):
+    logits, targets = case(333, 50257, 50304, dtype)
+    targets[::7] = IGNORE
+    check(logits, targets, 50257)
+    with torch.no_grad():
+        both = next_token_loss(logits, targets, 50257), F.cross_entropy(logits[:, :50257].float(), targets)
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+    compiled = torch.compile(next_token_loss, fullgraph=True)(logits, targets, 50257)
+    torch.testing.assert_close(compiled, both[0].clone())
