@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import lssar
-from lssar.model import GPT, IGNORE, SIZES, ModelConfig, model_config
+from lssar.model import GPT, SIZES, ModelConfig, model_config
+from lssar.ops.loss import IGNORE
 
 
 def small(**changes) -> GPT:

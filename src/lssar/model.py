@@ -25,7 +25,7 @@ from lssar.nn import (
     ntk_base,
     rotary_angles,
 )
-from lssar.ops.loss import IGNORE, next_token_loss
+from lssar.ops.loss import next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
 
 LSSAR = spec("lssar")
@@ -259,7 +259,7 @@ class GPT(nn.Module):
         """Cross-entropy of each token (B, L), float32; logits are made `rows` tokens at a time."""
         hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
         parts = [
-            F.cross_entropy(self.logits(h).float(), t, ignore_index=IGNORE, reduction="none")
+            next_token_losses(F.linear(h, self.embed.weight), t, self.config.vocab_size)
             for h, t in zip(hidden.split(rows), flat.split(rows))
         ]
         return torch.cat(parts).view_as(targets)

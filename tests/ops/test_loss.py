@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lssar.ops.loss import IGNORE, next_token_loss
+from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 
 pytest.importorskip("triton")
 from lssar.ops.fused.loss import BLOCK, loss_op
@@ -95,6 +95,9 @@ def test_without_kernels_it_is_cross_entropy():
     loss = next_token_loss(logits * 1, targets, 61)
     torch.testing.assert_close(loss, exact)
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], want)
+    each = next_token_losses(logits, targets, 61)
+    assert each[1] == 0
+    torch.testing.assert_close(each.sum() / 4, exact)
 
 
 @pytest.mark.gpu
@@ -105,6 +108,10 @@ def test_gpu_full_size(dtype):
     check(logits, targets, 50257)
     with torch.no_grad():
         both = next_token_loss(logits, targets, 50257), F.cross_entropy(logits[:, :50257].float(), targets)
+        each = next_token_losses(logits, targets, 50257)
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(each.sum() / (targets != IGNORE).sum(), both[0])
     compiled = torch.compile(next_token_loss, fullgraph=True)(logits, targets, 50257)
-    torch.testing.assert_close(compiled, both[0].clone())
+    torch.testing.assert_close(compiled, both[0])
+    (grad,) = torch.autograd.grad(compiled, logits)
+    assert torch.equal(grad, torch.autograd.grad(next_token_loss(logits, targets, 50257), logits)[0])

@@ -19,18 +19,28 @@ FUSED = HAS_TRITON and os.environ.get("LSSAR_LOSS") != "0"
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean cross-entropy in nats. logits (T, W), of which the first `vocab_size` count, are overwritten beyond those;
-    targets (T,).
+    """Mean of the cross-entropies in nats. logits (T, W), of which the first `vocab_size` count, may be overwritten
+    beyond those; targets (T,).
 
     Half-precision logits on a GPU are read once for the loss and once for its gradient, by kernels of their own: a
     compiled `cross_entropy` takes twice as long as that, or more (docs/training.md).
     """
-    if FUSED and logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16):
-        from lssar.ops.fused.loss import loss_op
-
-        losses, _ = loss_op(logits, targets, vocab_size)
-        return losses.sum() / (targets != IGNORE).sum()
+    if _fused(logits):
+        return next_token_losses(logits, targets, vocab_size).sum() / (targets != IGNORE).sum()
     logits = logits.float()
     # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
     logits[..., vocab_size:] = -torch.inf
     return F.cross_entropy(logits, targets, ignore_index=IGNORE)
+
+
+def next_token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """The same for each token (T,), float32; 0 where it is IGNORE."""
+    if _fused(logits):
+        from lssar.ops.fused.loss import loss_op
+
+        return loss_op(logits, targets, vocab_size)[0]
+    return F.cross_entropy(logits[..., :vocab_size].float(), targets, ignore_index=IGNORE, reduction="none")
+
+
+def _fused(logits: Tensor) -> bool:
+    return FUSED and logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16)
