@@ -53,6 +53,6 @@ def measure(name: str, mechanism: str) -> None:
 
 
 if __name__ == "__main__":
-    name, *mechanisms = sys.argv[1:] or ["books-51m", "lssar"]
-    for mechanism in mechanisms:
+    name, *mechanisms = sys.argv[1:] or ["books-51m"]
+    for mechanism in mechanisms or ["lssar"]:
         measure(name, mechanism)

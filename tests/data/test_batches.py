@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lssar.data.batches import IGNORE, TokenBatches, permuted
+from lssar.data.batches import TokenBatches, permuted
 from lssar.data.shards import write_shard
 from lssar.data.stream import DocumentReader
+from lssar.ops.loss import IGNORE
 
 EOT = 256
 

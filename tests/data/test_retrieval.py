@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from lssar.data.batches import IGNORE, TokenBatches
+from lssar.data.batches import TokenBatches
 from lssar.data.retrieval import ITEMS, NEEDLES, PAIRS, TASKS, TaskMaker, TrainingDocuments, background_of
 from lssar.data.shards import write_shard
 from lssar.data.stream import TokenStream
 from lssar.data.tokenizers import JsonTokenizer, load_tokenizer
+from lssar.ops.loss import IGNORE
 
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 

@@ -88,3 +88,10 @@ def test_activations(kernel, D, activation, p, tmp_path):
     made = compile_kernel("lssar.ops.fused.activations", kernel, constants, tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0
+
+
+@pytest.mark.parametrize("kernel", ["loss_kernel", "loss_gradient_kernel"])
+def test_loss(kernel, tmp_path):
+    fp32 = dict.fromkeys(("loss_ptr", "norm_ptr", "gradient_ptr"), "*fp32")
+    constants = {"BLOCK": 4096, "warps": 8}
+    compile_kernel("lssar.ops.fused.loss", kernel, constants, tmp_path, targets_ptr="*i64", **fp32)

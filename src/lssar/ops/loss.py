@@ -11,7 +11,7 @@ from torch import Tensor
 from lssar.ops.fused import HAS_TRITON
 
 IGNORE = -100
-"""Target that counts for nothing; `cross_entropy`'s own default."""
+"""Target that counts for nothing; `cross_entropy`'s own default, and the kernels'."""
 
 
 FUSED = HAS_TRITON and os.environ.get("LSSAR_LOSS") != "0"
@@ -19,22 +19,22 @@ FUSED = HAS_TRITON and os.environ.get("LSSAR_LOSS") != "0"
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean of the cross-entropies in nats. logits (T, W), of which the first `vocab_size` count, may be overwritten
-    beyond those; targets (T,).
-
-    Half-precision logits on a GPU are read once for the loss and once for its gradient, by kernels of their own: a
-    compiled `cross_entropy` takes twice as long as that, or more (docs/training.md).
-    """
+    """Mean of `next_token_losses` over the targets that are not IGNORE."""
     if _fused(logits):
         return next_token_losses(logits, targets, vocab_size).sum() / (targets != IGNORE).sum()
-    logits = logits.float()
+    if not torch.compiler.is_compiling():
+        return F.cross_entropy(logits[..., :vocab_size].float(), targets, ignore_index=IGNORE)
     # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
-    logits[..., vocab_size:] = -torch.inf
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    counts = torch.arange(logits.shape[-1], device=logits.device) < vocab_size
+    return F.cross_entropy(torch.where(counts, logits.float(), -torch.inf), targets, ignore_index=IGNORE)
 
 
 def next_token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """The same for each token (T,), float32; 0 where it is IGNORE."""
+    """Cross-entropies in nats (T,), float32; 0 where the target is IGNORE.
+
+    logits (T, W), of which the first `vocab_size` count; targets (T,). Half-precision logits on a GPU are read once
+    for this and once for the gradient, by kernels of their own; a target out of range then gives NaN.
+    """
     if _fused(logits):
         from lssar.ops.fused.loss import loss_op
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
-from lssar.ops.fused.primitives import HIDDEN, LOG2E
+from lssar.ops.fused.primitives import HIDDEN, LN2, LOG2E
 from lssar.ops.fused.tiles import power_of_two
 
-LN2 = tl.constexpr(math.log(2))
+IGNORE = tl.constexpr(-100)  # as in lssar.ops.loss
 LANES = tl.constexpr(8)  # logits that a thread reads at once, 16 bytes
 BLOCK = 4096
 WARPS = 8
@@ -34,7 +32,7 @@ def _load(row_ptr, columns, width, vocab_size):
 
 @triton.jit
 def loss_kernel(logits_ptr, targets_ptr, loss_ptr, norm_ptr, row_stride, width, vocab_size, BLOCK: tl.constexpr):
-    """Loss of each row, 0 for a negative target, NaN for one beyond the vocabulary; log2 of its sum of exponentials.
+    """Loss of each row, 0 if its target is IGNORE and NaN if it is out of range; log2 of its sum of exponentials.
 
     Sums stay within a thread until the end.
     """
@@ -51,10 +49,10 @@ def loss_kernel(logits_ptr, targets_ptr, loss_ptr, norm_ptr, row_stride, width, 
     top = tl.max(largest, 0)
     norm = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
     target = tl.load(targets_ptr + row)
-    known = target < vocab_size
-    picked = tl.load(row_ptr + tl.where(known, tl.maximum(target, 0), 0)).to(tl.float32)
-    loss = tl.where(target >= 0, norm * LN2 - picked, 0.0)
-    tl.store(loss_ptr + row, tl.where(known, loss, float("nan")))
+    known = (target >= 0) & (target < vocab_size)
+    picked = tl.load(row_ptr + tl.where(known, target, 0)).to(tl.float32)
+    loss = tl.where(known, norm * LN2 - picked, tl.where(target == IGNORE, 0.0, float("nan")))
+    tl.store(loss_ptr + row, loss)
     tl.store(norm_ptr + row, norm)
 
 
@@ -67,7 +65,7 @@ def loss_gradient_kernel(
     d_row_ptr = d_logits_ptr + row.to(tl.int64) * d_row_stride
     target = tl.load(targets_ptr + row)
     norm = tl.load(norm_ptr + row)
-    gradient = tl.where(target >= 0, tl.load(gradient_ptr + row), 0.0)
+    gradient = tl.where((target >= 0) & (target < vocab_size), tl.load(gradient_ptr + row), 0.0)
     offsets = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     for start in range(0, width, BLOCK):
         columns = start + offsets
@@ -77,7 +75,7 @@ def loss_gradient_kernel(
 
 
 def _block(width: int) -> int:
-    return min(BLOCK, max(32 * WARPS * 8, power_of_two(width)))
+    return min(BLOCK, max(32 * WARPS * LANES.value, power_of_two(width)))
 
 
 def _by_row(logits: Tensor) -> Tensor:
