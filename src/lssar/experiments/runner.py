@@ -159,12 +159,12 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
     for number, arm in enumerate(queue.arms, 1):
         if queue.finished(arm):
             continue
-        left, likely = queue.time_left(), pace * arm.recipe.steps
-        if queue.whole_arms and left is not None and left < likely:
-            say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
-            continue
         with _claim(queue.run(arm)) as mine:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
+                continue
+            left, likely = queue.time_left(), pace * arm.recipe.steps
+            if queue.whole_arms and left is not None and left < likely:
+                say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
                 continue
             again = " (its figures are there, but not all that is asked for now)" if queue.result(arm).exists() else ""
             say(f"arm {number} of {len(queue.arms)}: {arm.key}{again}")
