@@ -2,7 +2,8 @@
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
-of `lssar bench --decode`; for those the name may be of several files, joined by a comma.
+of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `ratios COMMIT` makes one of
+the last lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -19,6 +20,8 @@ BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 def table(paths: list[Path], words: list[str]) -> str:
     """Milliseconds and peak memory for each case and contestant, with the ratio to softmax SDPA in the same run."""
+    if words[0] == "ratios":
+        return ratio_table(paths[0].read_text(), words[1])
     results = [json.loads(path.read_text()) for path in paths]
     if words == ["lengths"]:
         return length_table(results)
@@ -102,6 +105,26 @@ def decode_table(results: list[dict]) -> str:
                 + " |"
             )
     lines += [f"\n{_machine(result['environment'])}. Command: `{result['command']}`." for result in results]
+    return "\n".join(lines) + "\n"
+
+
+RATIO = re.compile(r"(\d+)x(\d+)x(\d+): forward (\S+) / (\S+) = (\S+) +both (\S+) / (\S+) = (\S+) +memory (\S+)")
+
+
+def ratio_table(text: str, commit: str) -> str:
+    """Milliseconds of ours and of cuDNN's, timed in turns, and their ratios."""
+    sections = re.split(r"^== ", text, flags=re.M)
+    (section,) = (s for s in sections if s.startswith(f"commit {commit}, fused_lab.py ratios"))
+    lines = [
+        "| LSSAR p = 15 | forward, ms | ratio | forward + backward, ms | ratio | memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for d, heads, length, ours, theirs, ratio, both, both_theirs, both_ratio, memory in RATIO.findall(section):
+        times = [_shown(float(x)) for x in (ours, theirs, both, both_theirs)]
+        lines.append(
+            f"| d {d}, {heads} heads, {length} | {times[0]} / {times[1]} | {ratio} | {times[2]} / {times[3]} | "
+            f"{both_ratio} | {memory} |"
+        )
     return "\n".join(lines) + "\n"
 
 
