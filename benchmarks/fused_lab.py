@@ -4,6 +4,7 @@
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
     PYTHONPATH=src python benchmarks/fused_lab.py schedule
+    PYTHONPATH=src python benchmarks/fused_lab.py turns 128x16x8192 1 2 4 16
 
 A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked
 against a float64 reference before it is timed; a wrong one prints its error and no time.
@@ -360,9 +361,9 @@ def groupings(heads, most):
         groups = -(-heads // together)
         even = [(g + 1) * heads // groups - g * heads // groups for g in range(groups)]
         full = [min(together, heads - first) for first in range(0, heads, together)]
-        found |= {f"at most {together}": even, f"{together} and a rest of {full[-1]}": full}
-        if full == even:
-            del found[f"{together} and a rest of {full[-1]}"]
+        found[f"at most {together}"] = even
+        if full != even:
+            found[f"{together} and a rest of {full[-1]}"] = full
     return found
 
 
@@ -384,6 +385,23 @@ def schedule():
         print(f"{heads} heads of {length}, {slots} slots:", ", ".join(shown))
 
 
+def turns(shape, *at_most):
+    """Each kernel by itself, in turns, by how many heads take turns at most (1: head by head)."""
+    from lssar.ops.fused import tiles
+    from lssar.ops.fused.tune import record
+
+    d, heads, length = (int(x) for x in shape.split("x"))
+    runs = record(*inputs(d, heads, length))
+    times = {}
+    for _ in range(3):
+        for most in map(int, at_most):
+            tiles.cached_elements = lambda itemsize, most=most: most * d * length
+            for kernel, run in runs.items():
+                times.setdefault(kernel, {}).setdefault(most, []).append(bench(run, 25))
+    for kernel, by_most in times.items():
+        print(shape, kernel, *(f"{most}: {sorted(ms)[1]:.3f}" for most, ms in by_most.items()), sep="  ")
+
+
 def check():
     for d, dtype, p in ((64, torch.bfloat16, 15.0), (128, torch.bfloat16, 15.0), (80, torch.float16, 3.0),
                         (64, torch.float32, 15.0), (64, torch.bfloat16, None), (128, torch.bfloat16, 1.5)):  # fmt: skip
@@ -399,6 +417,8 @@ if __name__ == "__main__":
         check()
     elif command == "schedule":
         schedule()
+    elif command == "turns":
+        turns(*rest)
     elif command == "decode_sweep":
         decode_sweep()
     elif command == "decode_norms":

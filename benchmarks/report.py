@@ -3,7 +3,7 @@
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `ratios COMMIT` makes one of
-the last lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them.
+the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 

@@ -242,7 +242,10 @@ class GPT(nn.Module):
         return Positions(angles, self.slopes, cu_seqlens, self.window)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embed.weight)[..., : self.config.vocab_size]
+        return self._padded_logits(hidden)[..., : self.config.vocab_size]
+
+    def _padded_logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embed.weight)
 
     def forward(
         self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None, targets: Tensor | None = None
@@ -251,15 +254,14 @@ class GPT(nn.Module):
         hidden = self.hidden(ids, cache, cu_seqlens)
         if targets is None:
             return self.logits(hidden)
-        logits = F.linear(hidden, self.embed.weight)
-        return next_token_loss(logits.flatten(0, 1), targets.flatten(), self.config.vocab_size)
+        return next_token_loss(self._padded_logits(hidden).flatten(0, 1), targets.flatten(), self.config.vocab_size)
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096) -> Tensor:
         """Cross-entropy of each token (B, L), float32; logits are made `rows` tokens at a time."""
         hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
         parts = [
-            next_token_losses(F.linear(h, self.embed.weight), t, self.config.vocab_size)
+            next_token_losses(self._padded_logits(h), t, self.config.vocab_size)
             for h, t in zip(hidden.split(rows), flat.split(rows))
         ]
         return torch.cat(parts).view_as(targets)

@@ -12,6 +12,7 @@ import pytest
 from tests.ops.compile_for_hopper import compile_kernel
 
 pytest.importorskip("triton")
+from lssar.ops.fused.loss import BLOCK, WARPS
 from lssar.ops.fused.tiles import HOPPER, Tile
 
 SEEN = {"CAUSAL": True, "WINDOWED": True, "PACKED": True, "HAS_LENGTHS": True}
@@ -93,5 +94,5 @@ def test_activations(kernel, D, activation, p, tmp_path):
 @pytest.mark.parametrize("kernel", ["loss_kernel", "loss_gradient_kernel"])
 def test_loss(kernel, tmp_path):
     fp32 = dict.fromkeys(("loss_ptr", "norm_ptr", "gradient_ptr"), "*fp32")
-    constants = {"BLOCK": 4096, "warps": 8}
+    constants = {"BLOCK": BLOCK, "warps": WARPS}
     compile_kernel("lssar.ops.fused.loss", kernel, constants, tmp_path, targets_ptr="*i64", **fp32)

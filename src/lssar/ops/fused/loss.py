@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lssar.ops import loss
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.primitives import HIDDEN, LN2, LOG2E
 from lssar.ops.fused.tiles import power_of_two
 
-IGNORE = tl.constexpr(-100)  # as in lssar.ops.loss
+IGNORE = tl.constexpr(loss.IGNORE)
 LANES = tl.constexpr(8)  # logits that a thread reads at once, 16 bytes
 BLOCK = 4096
 WARPS = 8
@@ -51,8 +52,8 @@ def loss_kernel(logits_ptr, targets_ptr, loss_ptr, norm_ptr, row_stride, width, 
     target = tl.load(targets_ptr + row)
     known = (target >= 0) & (target < vocab_size)
     picked = tl.load(row_ptr + tl.where(known, target, 0)).to(tl.float32)
-    loss = tl.where(known, norm * LN2 - picked, tl.where(target == IGNORE, 0.0, float("nan")))
-    tl.store(loss_ptr + row, loss)
+    otherwise = tl.where(target == IGNORE, 0.0, float("nan"))
+    tl.store(loss_ptr + row, tl.where(known, norm * LN2 - picked, otherwise))
     tl.store(norm_ptr + row, norm)
 
 
