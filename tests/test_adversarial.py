@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lssar
-from tests.helpers import assert_within_twice_eager, eager, with_gradients
+from tests.helpers import assert_within_twice_eager, eager, eager_runs, with_gradients
 
 ROWS = 10_000
 NORMS = {  # what the dtype can hold
@@ -81,10 +81,7 @@ def test_adversarial_rows(dtype):
 
         ours = with_gradients(lambda *x: lssar.attention(*x, spec, impl="tiled"), (q, k, v), do)  # noqa: B023
         exact = with_gradients(lambda *x: eager(*x, spec, torch.float64), (q, k, v), do)  # noqa: B023
-        runs = [(t, (q, k, v)) for t in {dtype, torch.float32}]
-        if dtype == torch.float32:  # the same inputs, moved by one rounding: what no float32 computation can tell apart
-            runs.append((dtype, tuple(torch.nextafter(x, x.flip(-1)) for x in (q, k, v))))
-        low = [with_gradients(lambda *x: eager(*x, spec, t), x, do) for t, x in runs]  # noqa: B023
+        low = itertools.chain.from_iterable(eager_runs((q, k, v), do, spec, t) for t in {dtype, torch.float32})
         limit = torch.finfo(dtype).max
         exact = [x.clamp(-limit, limit) for x in exact]
         # Where gradients cancel to nothing (a needle has all the weight) float32 leaves roundings of what cancels.
