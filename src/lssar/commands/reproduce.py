@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
 from lssar.commands.common import console, say_where
 from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
+from lssar.experiments.arms import ScaleName
 
 ALL = "all"
 
@@ -29,8 +30,9 @@ class Reproduce:
     """
 
     names: tyro.conf.Positional[list[str]]
-    scale: Literal["smoke", "h200", "paper"] = "smoke"
-    """smoke: minutes on two cores; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    scale: ScaleName = "smoke"
+    """smoke: minutes on two cores; laptop: hours there, for models that have learned something; h200: 51M on books, one
+    GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
     """Another number of training tokens for every arm."""
     data: Path | None = None
@@ -118,11 +120,12 @@ class Reproduce:
 class Report:
     """Write docs/results.md and its tables and figures from the results that are there; train nothing."""
 
-    scale: Literal["smoke", "h200", "paper"] = "h200"
+    scale: ScaleName = "h200"
     tokens: int | None = None
     out: Path | None = None
     """Folder that holds results/, if not the scale's own."""
-    page: Path = Path("docs/results.md")
+    page: Path | None = None
+    """docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
     check: bool = False
     """Write nothing, and fail if the page is not what the results say."""
 
@@ -130,13 +133,14 @@ class Report:
         from lssar.experiments import report
 
         scale = scale_of(self.scale, self.tokens, self.out)
+        page = self.page or report.usual_page(scale)
         if self.check:
-            stale = report.stale(scale, self.page)
+            stale = report.stale(scale, page)
             if stale:
                 raise ValueError(f"not what the results say, run `lssar reproduce report`: {', '.join(stale)}")
-            console.print(f"{self.page} says what the results say")
+            console.print(f"{page} says what the results say")
             return
-        say_where(report.write(scale, self.page))
+        say_where(report.write(scale, page))
 
 
 def chosen(names: list[str]) -> list[str]:

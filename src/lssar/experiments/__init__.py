@@ -1,6 +1,6 @@
 """The paper's tables and figures and the controls that it lacks: a file each that declares arms, and what runs them.
 
-`lssar reproduce NAME --scale smoke|h200|paper`; how in docs/reproduce.md, outcome in docs/results.md.
+`lssar reproduce NAME --scale smoke|laptop|h200|paper`; how in docs/reproduce.md, outcome in docs/results.md.
 """
 
 from lssar.experiments import controls, downstream, figure1, figure2, passkey, stability, table1, table2, table3, table4

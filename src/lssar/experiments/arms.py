@@ -26,6 +26,7 @@ NOT_CONTENT = (
 """Fields of a recipe that decide how a run is done, not what comes out; of the data, the name counts, not the place."""
 
 Position = Literal["rope", "alibi"]
+ScaleName = Literal["smoke", "laptop", "h200", "paper"]
 Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy"]
 
 
@@ -180,6 +181,18 @@ SCALES: dict[str, Scale] = {
             read_all=False,
             results=Path("out/reproduce/smoke/results"),
             runs=Path("out/reproduce/smoke/runs"),
+        ),
+        Scale(
+            name="laptop",
+            recipe_name="tiny-cpu",
+            base=recipe("tiny-cpu", eval_every=300, save_every=300, keep=1),
+            data="stdlib",
+            mixture=changes_of("retrieval-tiny", "tiny-cpu"),
+            most_seeds=3,
+            read_tokens=49_152,
+            bench_documents=200,
+            results=Path("results/laptop"),
+            runs=Path("runs/laptop"),
         ),
         Scale(
             name="h200",

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lssar.experiments import EXPERIMENTS, collect
-from lssar.experiments.arms import Scale
+from lssar.experiments.arms import SCALES, Scale
 from lssar.experiments.claims import decide
 from lssar.records import write_file, write_json
+from lssar.training.sources import STDLIB
 
 HEAD = """# Results
 
@@ -23,6 +24,15 @@ seed, data, machine, versions and commit. [reproduce.md](reproduce.md) says how 
 """
 
 
+MAIN = "h200"
+"""The scale whose page is docs/results.md; the claims there have the verdicts of `BESIDE` next to them."""
+BESIDE = "laptop"
+
+
+def usual_page(scale: Scale) -> Path:
+    return Path("docs/results.md" if scale.name == MAIN else f"docs/results-{scale.name}.md")
+
+
 def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
     arms = collect.load(scale)
     return {name: collect.collect(experiment, scale, arms) for name, experiment in EXPERIMENTS.items()}
@@ -31,18 +41,27 @@ def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
 def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
     """The whole page; `folder` is where it will lie, for links to pictures."""
     r = scale.base
+    units = "bytes" if scale.data == STDLIB else "tokens"
     text = HEAD.format(results=scale.results)
     text += (
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
-        f"tokens ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
+        f"{units} ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
         f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
         "its own: 124M on FineWeb-10B. Compare losses within a table: readings to 16x and to 64x are of different "
         "pieces of the held-out text, and the loss held out in training is of others again.\n\n## Claims\n\n"
     )
+    beside = _verdicts_beside(scale)
+    if beside:
+        where = os.path.relpath(usual_page(SCALES[BESIDE]), usual_page(scale).parent)
+        text += (
+            f"In brackets the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): a model of "
+            f"{SCALES[BESIDE].base.size} parameters on bytes, which says less, but which anybody can run.\n\n"
+        )
     text += "| | claim | verdict | evidence | command |\n|---|---|---|---|---|\n"
     for c in claims:
         claim = f"{c['text']} ({c['source']})"
-        text += f"| {c['claim']} | {claim} | **{c['verdict']}** | {c['evidence']} | `{c['command']}` |\n"
+        verdict = f"**{c['verdict']}**" + (f" ({beside[c['claim']]})" if c["claim"] in beside else "")
+        text += f"| {c['claim']} | {claim} | {verdict} | {c['evidence']} | `{c['command']}` |\n"
     text += "\nThe rules that decide, applied by `src/lssar/experiments/claims.py`:\n\n"
     text += "".join(f"- {c['claim']}: {c['rule']}.\n" for c in claims)
     for name, experiment in EXPERIMENTS.items():
@@ -50,6 +69,14 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
         if experiment.measure is not None and (scale.results / f"{name}.json").exists():
             text += "\n" + collect.measured_markdown(scale.results / f"{name}.json")
     return text
+
+
+def _verdicts_beside(scale: Scale) -> dict[str, str]:
+    """By claim, those of the smaller scale that were decided."""
+    path = SCALES[BESIDE].tables / "claims.json"
+    if scale.name != MAIN or not path.exists():
+        return {}
+    return {c["claim"]: c["verdict"] for c in json.loads(path.read_text()) if c["verdict"] != "not tested"}
 
 
 def section(table: dict[str, Any], picture: str | None) -> str:

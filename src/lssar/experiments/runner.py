@@ -83,9 +83,9 @@ class Queue:
 def prepare_data(scale: Scale, given: Path | None) -> Path:
     """The folder of shards that all arms share; the standard library's are made on first use."""
     if scale.data == STDLIB and given is None:
-        folder = scale.runs.parent / "data"
+        folder = scale.runs / STDLIB
         if not folder.exists():
-            temporary = folder.with_name(f".data-{os.getpid()}")
+            temporary = folder.with_name(f".{STDLIB}-{os.getpid()}")
             write_stdlib(temporary)
             try:
                 temporary.rename(folder)

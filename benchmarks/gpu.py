@@ -1,0 +1,132 @@
+"""All GPU figures of docs/performance.md and the GPU tests, one after the other, what matters most first.
+
+    python benchmarks/gpu.py out/gpu                  # every job's limit together: see JOBS
+    python benchmarks/gpu.py out/gpu --limit 550      # begins nothing that may not end in time; give it again to go on
+    python benchmarks/gpu.py out/gpu --only flex ratios
+
+Every job writes OUT/JOB.txt (its output), tables also OUT/CARD-JOB.json, .csv and .png; a job that ended well leaves
+OUT/JOB.done and is not run again. Needs nothing installed: it runs the source tree that it lies in. To publish a table,
+copy its files to benchmarks/results and run benchmarks/report.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    words: str
+    """After `python`; OUT stands for the output folder, CARD for the card's name."""
+    seconds: int
+    """It is ended after that, and not begun when less is left. Most of it is compiling."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def bench(name: str, seconds: int, words: str) -> Job:
+    return Job(name, f"-m lssar.cli bench --device cuda {words} --out OUT/CARD-{name} --overwrite", seconds)
+
+
+def tests(name: str, seconds: int, words: str) -> Job:
+    return Job(f"test-{name}", f"-m pytest -q --tb=short -p no:cacheprovider {words}", seconds)
+
+
+DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
+
+JOBS = (
+    bench(
+        "flex", 200, "--contestants flex:softmax flex:lssa flex:lssar fused:lssar fused:lssa cudnn:softmax "
+        "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
+    ),
+    Job("ratios", "benchmarks/fused_lab.py ratios", 90),
+    tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
+    Job("step", "benchmarks/training_step.py books-51m lssar", 60),
+    Job("step-without-loss-kernels", "benchmarks/training_step.py books-51m lssar", 60, {"LSSAR_LOSS": "0"}),
+    tests("fused", 400, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py'),
+    tests("model", 200, "-m gpu tests/test_model.py tests/ops/test_compiled_strips.py"),
+    tests("activations", 300, "-m gpu tests/ops/test_activations.py"),
+    bench(
+        "eager", 90, "--contestants eager:lssar compiled:lssar fused:lssar cudnn:softmax --lengths 1024 8192 "
+        "--head-sizes 64 --heads 16 --budget 0.05",
+    ),
+    bench(
+        "bfloat16", 120, "--contestants fused:lssar fused:lssa cudnn:softmax flash:softmax --lengths 1024 2048 4096 "
+        "8192 16384 32768 65536 --head-sizes 64 128 --heads 16 --budget 0.08",
+    ),
+    Job("check", "benchmarks/fused_lab.py check", 90),
+    bench("decode-b1-d64", 60, f"--decode --batch 1 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
+    bench("decode-b16-d64", 60, f"--decode --batch 16 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
+    bench("decode-b1-d128", 60, f"--decode --batch 1 --heads 32 --key-heads 8 --head-sizes 128 {DECODE}"),
+    bench("decode-b16-d128", 60, f"--decode --batch 16 --heads 32 --key-heads 8 --head-sizes 128 {DECODE}"),
+    bench(
+        "activations", 90, "--contestants fused:sigmoid compiled:sigmoid fused:l1_gelu cudnn:softmax fused:lssar "
+        "--batch 64 --heads 8 --head-sizes 64 --lengths 1024 --budget 0.05",
+    ),
+)  # fmt: skip
+
+
+def card() -> str:
+    """The last word of its name: h200, 4090."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA device here; `make bench` has the figures of a CPU")
+    return torch.cuda.get_device_name().split()[-1].lower()
+
+
+def run(job: Job, out: Path, name: str, seconds: float) -> str:
+    """One job in a process of its own; says how it ended."""
+    words = shlex.split(job.words.replace("OUT", str(out)).replace("CARD", name))
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    with open(out / f"{job.name}.txt", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # with the compilers it has started
+            process.wait()
+            return f"cut off after {seconds:.0f} s"
+    if code == 0:
+        (out / f"{job.name}.done").touch()
+    return "done" if code == 0 else f"FAILED with {code}, see {job.name}.txt"
+
+
+def main(jobs: tuple[Job, ...] = JOBS) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--only", nargs="+", choices=[job.name for job in jobs])
+    arguments = parser.parse_args()
+    name, out, ends = card(), arguments.out.resolve(), time.monotonic() + arguments.limit
+    out.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for job in jobs:
+        if (arguments.only and job.name not in arguments.only) or (out / f"{job.name}.done").exists():
+            continue
+        if ends - time.monotonic() < job.seconds:
+            print(f"{job.name}: not begun, may take {job.seconds} s", flush=True)
+            continue
+        began = time.monotonic()
+        how = run(job, out, name, job.seconds)
+        failed += how != "done"
+        print(f"{job.name}: {how} ({time.monotonic() - began:.0f} s)", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
