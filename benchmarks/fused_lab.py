@@ -354,6 +354,65 @@ def profile_once(run):
         print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
+class Spy:
+    """Stands in for a kernel and keeps what it was compiled to."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled, self.grid = kernel, None, None
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.grid, self.compiled = grid, self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def decode_profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 128, 32768))):
+    """Kernel by kernel, unit keys and raw ones: raw ones are 32 us slower at batch 1, d 64, whatever the length."""
+    from lssar.ops.fused import decode as module
+
+    names = ("score_kernel", "value_kernel", "combine_kernel")
+    for batch, heads, kv_heads, d, length in shapes:
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        for name, how in {
+            "unit": {"unit_keys": True}, "unit w4": {"unit_keys": True, "warps": 4}, "product": {},
+            "product w2": {"warps": 2}, "fast": {"norms": "fast"}, "fast w2": {"norms": "fast", "warps": 2},
+        }.items():  # fmt: skip
+            spies = {kernel: Spy(getattr(module, kernel)) for kernel in names}
+            for kernel, spy in spies.items():
+                setattr(module, kernel, spy)
+            try:
+                run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, ahead=False, **how)
+                print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {name}:", flush=True)
+                profile_once(run)
+            finally:
+                for kernel, spy in spies.items():
+                    setattr(module, kernel, spy.kernel)
+            for kernel, spy in spies.items():
+                c = spy.compiled
+                print(f"    {kernel} {spy.grid}: {c.n_regs} registers, {c.n_spills} spilled, {c.metadata.shared} bytes")
+
+
+def head_size_256():
+    """Kernels for activations at a head size that they refuse, because they failed there on an H200; says how."""
+    import traceback
+
+    import lssar
+    from lssar.ops import fused
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for length in (37, 333):
+            q, k, v, do = inputs(256, 4, length, dtype)
+            spec = lssar.spec("sigmoid")
+            ours, exact = ([t.clone().to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
+            try:
+                fused.activation_attention(*ours, spec, causal=True).backward(do)
+                lssar.attention(*exact, spec, impl="reference").backward(do.double())
+                print(dtype, length, *(f"{error(a.grad, b.grad):.1e}" for a, b in zip(ours, exact)), flush=True)
+            except Exception:
+                print(dtype, length, traceback.format_exc()[-1500:], flush=True)
+
+
 def groupings(heads, most):
     """Sizes of the groups whose blocks take turns: head by head, groups as large as they may be, groups of one size."""
     found = {"head by head": [1] * heads}
@@ -423,6 +482,10 @@ if __name__ == "__main__":
         decode_sweep()
     elif command == "decode_norms":
         decode_norms()
+    elif command == "decode_profile":
+        decode_profile()
+    elif command == "head_size_256":
+        head_size_256()
     elif command == "decode":
         decode()
     elif command == "ratios":

@@ -44,12 +44,14 @@ def tests(name: str, seconds: int, words: str) -> Job:
 
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
+SHAPES = ("128x16x8192", "64x16x8192", "64x64x16384", "128x32x16384", "64x64x8192", "128x32x8192", "64x256x1024")
+
 JOBS = (
     bench(
         "flex", 200, "--contestants flex:softmax flex:lssa flex:lssar fused:lssar fused:lssa cudnn:softmax "
         "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
     ),
-    Job("ratios", "benchmarks/fused_lab.py ratios", 90),
+    Job("ratios", f"benchmarks/fused_lab.py ratios {' '.join(SHAPES)}", 90),
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
     Job("step-without-loss-kernels", "benchmarks/training_step.py books-51m lssar", 60, {"LSSAR_LOSS": "0"}),
@@ -65,6 +67,8 @@ JOBS = (
         "8192 16384 32768 65536 --head-sizes 64 128 --heads 16 --budget 0.08",
     ),
     Job("check", "benchmarks/fused_lab.py check", 90),
+    Job("decode-profile", "benchmarks/fused_lab.py decode_profile", 60),
+    Job("head-size-256", "benchmarks/fused_lab.py head_size_256", 120),
     bench("decode-b1-d64", 60, f"--decode --batch 1 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
     bench("decode-b16-d64", 60, f"--decode --batch 16 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
     bench("decode-b1-d128", 60, f"--decode --batch 1 --heads 32 --key-heads 8 --head-sizes 128 {DECODE}"),
@@ -72,6 +76,11 @@ JOBS = (
     bench(
         "activations", 90, "--contestants fused:sigmoid compiled:sigmoid fused:l1_gelu cudnn:softmax fused:lssar "
         "--batch 64 --heads 8 --head-sizes 64 --lengths 1024 --budget 0.05",
+    ),
+    Job(
+        "sweep-1024", "benchmarks/fused_lab.py sweep forward 64x256x1024 128,64,8,3,128,3,128,1 64,64,4,3,128,3,128,1 "
+        "64,64,4,3,64,3,128,1 64,32,4,3,64,3,128,1 / query_gradient_hopper 64x256x1024 64,64,4,2,0,0,0,1 "
+        "64,32,4,2,0,0,0,1 / key_gradient_hopper 64x256x1024 64,64,4,2,0,0,0,1 32,64,4,2,0,0,0,1", 120,
     ),
 )  # fmt: skip
 
