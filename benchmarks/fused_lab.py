@@ -13,7 +13,6 @@ against a float64 reference before it is timed; a wrong one prints its error and
 from __future__ import annotations
 
 import heapq
-import math
 import multiprocessing
 import os
 import sys
@@ -217,202 +216,6 @@ def ratios(shapes=SHAPES, chosen=None):
         )
 
 
-def decode_inputs(batch, heads, kv_heads, length, d):
-    from lssar.benchmark import Case
-
-    return Case(batch, heads, kv_heads, length, d, "bfloat16", "cuda", decode=True).inputs()[:3]
-
-
-def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 16, 64)), lengths=(32768, 131072)):
-    from triton.testing import do_bench_cudagraph
-
-    from lssar.ops.fused import fused_decode
-
-    for batch, heads, kv_heads, d in shapes:
-        for length in lengths:
-            q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
-            group = heads // kv_heads
-            few = slice(0, 1)
-            exact = fused_decode(q[few].double().float(), k[few].float(), v[few].float(), p=15.0, tolerance=0.0)
-            got = fused_decode(q, k, v, p=15.0)[few]
-            scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
-            a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
-            z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
-            w = (z / z.amax(-1, keepdim=True)) ** 15
-            dense_o = (w / w.sum(-1, keepdim=True)) @ v[0, 0].double()
-            wrong = error(exact[0, :group, 0], dense_o), error(got[0, :group, 0], dense_o)
-            share = ((w > 2**-10 / length).any(0)).double().mean().item()
-            mine, all_v = (
-                do_bench_cudagraph(partial(fused_decode, q, k, v, p=15.0, tolerance=t), rep=40, return_mode="median")
-                for t in (2**-10, 0.0)
-            )
-            unit = F.normalize(k.float(), dim=-1).bfloat16()
-            of_unit = partial(fused_decode, q, unit, v, p=15.0, unit_keys=True)
-            unit_wrong = error(of_unit()[0, :group, 0], dense_o)
-            unit_time = do_bench_cudagraph(of_unit, rep=40, return_mode="median")
-            softmax = {}
-            for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
-                try:
-                    with sdpa_kernel(backend):
-                        softmax[backend.name[:5]] = do_bench_cudagraph(
-                            partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=group > 1),
-                            rep=40, return_mode="median",
-                        )  # fmt: skip
-                except RuntimeError:
-                    pass
-            best = min(softmax.values())
-            floor = (k.nbytes + v.nbytes) / 4.3e9
-            print(
-                f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: "
-                f"{mine * 1e3:.1f} us (tolerance 0: {all_v * 1e3:.1f}) / {best * 1e3:.1f} = {mine / best:.2f}x"
-                f"  unit keys {unit_time * 1e3:.1f} = {unit_time / best:.2f}x error {unit_wrong:.1e}"
-                f"  error {wrong[0]:.1e} {wrong[1]:.1e}  V rows {share:.2f}"
-                f"  K+V at 4.3 TB/s {floor * 1e3:.1f} us  { ({n: round(t * 1e3, 1) for n, t in softmax.items()}) }",
-                flush=True,
-            )
-
-
-def cudnn_decode(q, k, v):
-    """Milliseconds of softmax."""
-    from triton.testing import do_bench_cudagraph
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        grouped = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-        return do_bench_cudagraph(grouped, rep=25, return_mode="median")
-
-
-def decode_norms(
-    shapes=((1, 32, 8, 128, 32768), (1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (1, 16, 16, 64, 32768),
-            (1, 16, 16, 64, 131072), (16, 16, 16, 64, 32768)),
-):  # fmt: skip
-    """Unit keys against raw ones whose norms come by the tensor cores or in registers, and numbers of splits."""
-    from triton.testing import do_bench_cudagraph
-
-    from lssar.ops.fused import decode as module
-
-    for batch, heads, kv_heads, d, length in shapes:
-        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
-        unit = F.normalize(k.float(), dim=-1).bfloat16()
-        cudnn = cudnn_decode(q, k, v)
-        expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
-        half, twice = (max(1, n * 132 // (batch * kv_heads)) for n in (2, 8))  # of four programs a multiprocessor
-        settings = {
-            "unit": (unit, {"unit_keys": True}),
-            "unit, not ahead": (unit, {"unit_keys": True, "ahead": False}),
-            "unit half": (unit, {"unit_keys": True, "splits": half}),
-            "unit twice": (unit, {"unit_keys": True, "splits": twice}),
-            "product": (k, {}),
-            "product w2": (k, {"warps": 2}),
-            "product twice": (k, {"splits": twice}),
-            "fast": (k, {"norms": "fast"}),
-        }
-        shown = [f"cudnn {cudnn * 1e3:.1f}"]
-        for name, (keys, how) in settings.items():
-            run = partial(module.decode, q, keys, v, 15.0, None, None, 2**-10, **how)
-            off = float((run() - expected).float().norm() / expected.float().norm())
-            time = do_bench_cudagraph(run, rep=25, return_mode="median")
-            shown.append(f"{name} {time * 1e3:.1f} {time / cudnn:.2f}x ({off:.0e})")
-        print(batch, heads, kv_heads, d, length, *shown, sep="  ", flush=True)
-
-
-def decode_sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16, 64, 32768))):
-    """Block, warps, stages and programs a multiprocessor of the decode kernels, keys with and without their norms."""
-    from triton.testing import do_bench_cudagraph
-
-    from lssar.ops.fused import decode as module
-
-    settings = ((64, 4, 3), (64, 2, 3), (64, 1, 3), (32, 1, 4), (32, 2, 4), (16, 1, 5), (128, 4, 3))
-    for batch, heads, kv_heads, d, length in shapes:
-        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
-        k = F.normalize(k.float(), dim=-1).bfloat16()
-        cudnn = cudnn_decode(q, k, v)
-        expected = module.decode(q, k, v, 15.0, None, None, 0.0)
-        times = []
-        for block, warps, stages in settings:
-            for programs in (8, 16, 32):
-                for unit in (False, True):
-                    splits = max(1, programs * 132 // (batch * kv_heads))
-                    run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, unit, block, splits, warps, stages)
-                    off = float((run() - expected).float().norm() / expected.float().norm())
-                    time = do_bench_cudagraph(run, rep=15, return_mode="median")
-                    times.append((round(time * 1e3, 1), unit, block, warps, stages, programs, f"off {off:.1e}"))
-        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: cuDNN {cudnn * 1e3:.1f} us")
-        print("us, unit keys, block, warps, stages, programs")
-        for unit in (False, True):
-            print("\n".join(str(t) for t in sorted(t for t in times if t[1] == unit)[:6]), flush=True)
-        profile_once(partial(module.decode, q, k, v, 15.0, None, None, 2**-10, True))
-
-
-def profile_once(run):
-    from torch.profiler import ProfilerActivity, profile
-
-    run()
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        run()
-        torch.cuda.synchronize()
-    for event in seen.events():
-        print(f"    {event.name[:40]} {event.device_time:.1f} us")
-
-
-class Spy:
-    """Stands in for a kernel and keeps what it was compiled to."""
-
-    def __init__(self, kernel):
-        self.kernel, self.compiled, self.grid = kernel, None, None
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            self.grid, self.compiled = grid, self.kernel[grid](*arguments, **constants)
-
-        return launch
-
-
-def decode_profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 128, 32768))):
-    """Kernel by kernel, unit keys and raw ones: raw ones are 32 us slower at batch 1, d 64, whatever the length."""
-    from lssar.ops.fused import decode as module
-
-    names = ("score_kernel", "value_kernel", "combine_kernel")
-    for batch, heads, kv_heads, d, length in shapes:
-        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
-        for name, how in {
-            "unit": {"unit_keys": True}, "unit w4": {"unit_keys": True, "warps": 4}, "product": {},
-            "product w2": {"warps": 2}, "fast": {"norms": "fast"}, "fast w2": {"norms": "fast", "warps": 2},
-        }.items():  # fmt: skip
-            spies = {kernel: Spy(getattr(module, kernel)) for kernel in names}
-            for kernel, spy in spies.items():
-                setattr(module, kernel, spy)
-            try:
-                run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, ahead=False, **how)
-                print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {name}:", flush=True)
-                profile_once(run)
-            finally:
-                for kernel, spy in spies.items():
-                    setattr(module, kernel, spy.kernel)
-            for kernel, spy in spies.items():
-                c = spy.compiled
-                print(f"    {kernel} {spy.grid}: {c.n_regs} registers, {c.n_spills} spilled, {c.metadata.shared} bytes")
-
-
-def head_size_256():
-    """Kernels for activations at a head size that they refuse, because they failed there on an H200; says how."""
-    import traceback
-
-    import lssar
-    from lssar.ops import fused
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for length in (37, 333):
-            q, k, v, do = inputs(256, 4, length, dtype)
-            spec = lssar.spec("sigmoid")
-            ours, exact = ([t.clone().to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
-            try:
-                fused.activation_attention(*ours, spec, causal=True).backward(do)
-                lssar.attention(*exact, spec, impl="reference").backward(do.double())
-                print(dtype, length, *(f"{error(a.grad, b.grad):.1e}" for a, b in zip(ours, exact)), flush=True)
-            except Exception:
-                print(dtype, length, traceback.format_exc()[-1500:], flush=True)
-
-
 def groupings(heads, most):
     """Sizes of the groups whose blocks take turns: head by head, groups as large as they may be, groups of one size."""
     found = {"head by head": [1] * heads}
@@ -461,6 +264,26 @@ def turns(shape, *at_most):
         print(shape, kernel, *(f"{most}: {sorted(ms)[1]:.3f}" for most, ms in by_most.items()), sep="  ")
 
 
+def head_size_256():
+    """Kernels for activations at a head size that they refuse, because they failed there on an H200; says how."""
+    import traceback
+
+    import lssar
+    from lssar.ops import fused
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for length in (37, 333):
+            q, k, v, do = inputs(256, 4, length, dtype)
+            spec = lssar.spec("sigmoid")
+            ours, exact = ([t.clone().to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
+            try:
+                fused.activation_attention(*ours, spec, causal=True).backward(do)
+                lssar.attention(*exact, spec, impl="reference").backward(do.double())
+                print(dtype, length, *(f"{error(a.grad, b.grad):.1e}" for a, b in zip(ours, exact)), flush=True)
+            except Exception:
+                print(dtype, length, traceback.format_exc()[-1500:], flush=True)
+
+
 def check():
     for d, dtype, p in ((64, torch.bfloat16, 15.0), (128, torch.bfloat16, 15.0), (80, torch.float16, 3.0),
                         (64, torch.float32, 15.0), (64, torch.bfloat16, None), (128, torch.bfloat16, 1.5)):  # fmt: skip
@@ -470,34 +293,30 @@ def check():
         print(f"d {d} {dtype} p {p}: fused {show(mine)}  eager {show(eager)}{bad}", flush=True)
 
 
+def sweeps(words):
+    """kernel shape tile ... / kernel shape tile ...; the best tiles."""
+    jobs, current = [], []
+    for word in [*words, "/"]:
+        if word == "/":
+            jobs.append((current[0], current[1], [*current[2:]] or [""]))
+            current = []
+        else:
+            current.append(word)
+    return sweep(jobs)
+
+
+COMMANDS = {
+    "check": check,
+    "head_size_256": head_size_256,
+    "ratios": lambda *shapes: ratios(shapes or SHAPES),
+    "schedule": schedule,
+    "sweep": lambda *words: sweeps(words),
+    "sweep_ratios": lambda *words: ratios(chosen=sweeps(words)),
+    "turns": turns,
+}
+
 if __name__ == "__main__":
-    command, *rest = sys.argv[1:]
-    if command == "check":
-        check()
-    elif command == "schedule":
-        schedule()
-    elif command == "turns":
-        turns(*rest)
-    elif command == "decode_sweep":
-        decode_sweep()
-    elif command == "decode_norms":
-        decode_norms()
-    elif command == "decode_profile":
-        decode_profile()
-    elif command == "head_size_256":
-        head_size_256()
-    elif command == "decode":
-        decode()
-    elif command == "ratios":
-        ratios(rest) if rest else ratios()
-    else:  # sweep kernel shape tile ... / kernel shape tile ...
-        jobs, current = [], []
-        for word in [*rest, "/"]:
-            if word == "/":
-                jobs.append((current[0], current[1], [*current[2:]] or [""]))
-                current = []
-            else:
-                current.append(word)
-        best = sweep(jobs)
-        if command == "sweep_ratios":
-            ratios(chosen=best)
+    command, *rest = sys.argv[1:] or [""]
+    if command not in COMMANDS:
+        sys.exit(f"{__doc__}\ncommands: {', '.join(COMMANDS)}")
+    COMMANDS[command](*rest)

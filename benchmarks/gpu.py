@@ -67,7 +67,7 @@ JOBS = (
         "8192 16384 32768 65536 --head-sizes 64 128 --heads 16 --budget 0.08",
     ),
     Job("check", "benchmarks/fused_lab.py check", 90),
-    Job("decode-profile", "benchmarks/fused_lab.py decode_profile", 60),
+    Job("decode-profile", "benchmarks/decode_lab.py profile", 60),
     Job("head-size-256", "benchmarks/fused_lab.py head_size_256", 120),
     bench("decode-b1-d64", 60, f"--decode --batch 1 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
     bench("decode-b16-d64", 60, f"--decode --batch 16 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
