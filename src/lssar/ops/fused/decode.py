@@ -349,12 +349,12 @@ def decode(
         order = (0, 2, 1)
         table, table_stride = block_table, block_table.stride(0)
     group = Hq // Hkv
-    if warps is None:
-        warps = 2 if unit_keys else 4  # norms of keys are worth two more
     if norms is None:
         norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
     block_r = power_of_two(group * Lq)
     block_d = max(16, power_of_two(D))
+    if warps is None:
+        warps = 2 if unit_keys or (norms == "product" and block_d <= 64) else 4  # other norms are worth two more
     if splits is None:
         card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
         splits = choose_splits(
