@@ -392,14 +392,31 @@ def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     assert f"Not finished yet: `{gone.key}`" in page.read_text()
 
 
-def test_the_committed_page_says_what_the_committed_results_say(monkeypatch):
+@pytest.mark.parametrize("scale", [H200, SCALES["laptop"]], ids=lambda scale: scale.name)
+def test_the_committed_page_says_what_the_committed_results_say(scale, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert report.stale(H200, Path("docs/results.md")) == []
-    assert numbers(Path("docs/results.md").read_text()) - in_json(Path("results")) == set()
-    declared = {arm.key: arm.recipe for arm in arms_of(EXPERIMENTS.values(), H200, EXPERIMENTS.values())}
-    for arm in collect.load(H200).values():  # nothing measured under other settings goes under this name
+    page = report.usual_page(scale)
+    assert report.stale(scale, page) == []
+    assert numbers(page.read_text()) - in_json(scale.results) == set()
+    declared = {arm.key: arm.recipe for arm in arms_of(EXPERIMENTS.values(), scale, EXPERIMENTS.values())}
+    for arm in collect.load(scale).values():  # nothing measured under other settings goes under this name
         if arm["arm"] in declared:
             assert arm["recipe"]["steps"] == declared[arm["arm"]].steps
+
+
+def test_verdicts_of_the_smaller_scale_stand_beside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    large, small = Path("docs/results.md"), Path("docs/results-laptop.md")
+    report.write(H200, large, pictures=False)
+    assert "laptop" not in large.read_text()
+    fabricated(SCALES["laptop"], as_published, lambda arm, reading: 0.9)
+    report.write(SCALES["laptop"], small, pictures=False)
+    assert str(large) in report.stale(H200, large)
+    report.write(H200, large, pictures=False)
+    text = large.read_text()
+    assert "[its page](results-laptop.md)" in text
+    assert "| **not tested** (holds) |" in text
+    assert "(holds)" not in small.read_text()
 
 
 def test_rank_correlation():

@@ -101,6 +101,8 @@ class Scale:
     """Read an arm in every way that any experiment asks for, while its weights are there: they may soon be gone."""
     processes: int = 1
     """Under torchrun; 1: the queue trains by itself."""
+    remark: str = ""
+    """What to bear in mind when its results are read."""
 
     def with_tokens(self, tokens: int) -> Scale:
         """The same with another budget an arm; part of the recipe, so of the arms' identity."""
@@ -193,6 +195,11 @@ SCALES: dict[str, Scale] = {
             bench_documents=200,
             results=Path("results/laptop"),
             runs=Path("runs/laptop"),
+            remark=(
+                "The model has one head of 128, because small heads make the loss of cosine mechanisms rise with "
+                "length ([training.md](training.md)); ALiBi, which is made for several heads, then has a single, "
+                "gentle slope. The arms of `passkey` are smaller still (0.1M, four heads of 16)."
+            ),
         ),
         Scale(
             name="h200",

@@ -13,7 +13,7 @@ from lssar.experiments.claims import decide
 from lssar.records import write_file, write_json
 from lssar.training.sources import STDLIB
 
-HEAD = """# Results
+HEAD = """# Results{at}
 
 <!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
 
@@ -42,14 +42,16 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
     """The whole page; `folder` is where it will lie, for links to pictures."""
     r = scale.base
     units = "bytes" if scale.data == STDLIB else "tokens"
-    text = HEAD.format(results=scale.results)
+    text = HEAD.format(results=scale.results, at="" if scale.name == MAIN else f" at {scale.name} scale")
     text += (
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
         f"{units} ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
         f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
         "its own: 124M on FineWeb-10B. Compare losses within a table: readings to 16x and to 64x are of different "
-        "pieces of the held-out text, and the loss held out in training is of others again.\n\n## Claims\n\n"
+        "pieces of the held-out text, and the loss held out in training is of others again.\n\n"
     )
+    text += f"{scale.remark}\n\n" if scale.remark else ""
+    text += "## Claims\n\n"
     beside = _verdicts_beside(scale)
     if beside:
         where = os.path.relpath(usual_page(SCALES[BESIDE]), usual_page(scale).parent)
