@@ -198,7 +198,8 @@ SCALES: dict[str, Scale] = {
             remark=(
                 "The model has one head of 128, because small heads make the loss of cosine mechanisms rise with "
                 "length ([training.md](training.md)); ALiBi, which is made for several heads, then has a single, "
-                "gentle slope. The arms of `passkey` are smaller still (0.1M, four heads of 16)."
+                "gentle slope. The arms of `passkey` are smaller still (0.1M, four heads of 16). Seeds differ by more "
+                "than the bounds of some rules (± in the tables), so a verdict that rests on one seed is weak."
             ),
         ),
         Scale(
