@@ -183,7 +183,7 @@ def sweep(jobs):
     return best
 
 
-SHAPES = ("64x64x16384", "128x32x16384", "64x16x8192", "128x16x8192", "64x64x8192", "128x32x8192")
+SHAPES = ("128x16x8192", "64x16x8192", "64x64x16384", "128x32x16384", "64x64x8192", "128x32x8192", "64x256x1024")
 
 
 def ratios(shapes=SHAPES, chosen=None):

@@ -1,4 +1,4 @@
-"""All GPU figures of docs/performance.md and the GPU tests, one after the other, what matters most first.
+"""The tables of docs/performance.md and the GPU tests, one after the other, what matters most first.
 
     python benchmarks/gpu.py out/gpu                  # every job's limit together: see JOBS
     python benchmarks/gpu.py out/gpu --limit 550      # begins nothing that may not end in time; give it again to go on
@@ -44,20 +44,20 @@ def tests(name: str, seconds: int, words: str) -> Job:
 
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
-SHAPES = ("128x16x8192", "64x16x8192", "64x64x16384", "128x32x16384", "64x64x8192", "128x32x8192", "64x256x1024")
-
 JOBS = (
     bench(
         "flex", 200, "--contestants flex:softmax flex:lssa flex:lssar fused:lssar fused:lssa cudnn:softmax "
         "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
     ),
-    Job("ratios", f"benchmarks/fused_lab.py ratios {' '.join(SHAPES)}", 90),
+    Job("ratios", "benchmarks/fused_lab.py ratios", 90),
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
     Job("step-without-loss-kernels", "benchmarks/training_step.py books-51m lssar", 60, {"LSSAR_LOSS": "0"}),
     tests("fused", 400, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py'),
     tests("model", 200, "-m gpu tests/test_model.py tests/ops/test_compiled_strips.py"),
     tests("activations", 300, "-m gpu tests/ops/test_activations.py"),
+    tests("tiled", 200, "-m gpu tests/ops/test_tiled.py"),
+    tests("others", 200, "-m gpu tests/integrations tests/evaluation tests/experiments"),
     bench(
         "eager", 90, "--contestants eager:lssar compiled:lssar fused:lssar cudnn:softmax --lengths 1024 8192 "
         "--head-sizes 64 --heads 16 --budget 0.05",

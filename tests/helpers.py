@@ -72,18 +72,20 @@ def one_rounding_away(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def eager_runs(
-    inputs: tuple[Tensor, ...], do: Tensor, spec, dtype: torch.dtype, **view
+    inputs: tuple[Tensor, ...], do: Tensor, spec, dtype: torch.dtype, exact, **view
 ) -> Iterator[tuple[Tensor, ...]]:
     """What eager computation gives, computed as it is asked for.
 
     In float32 it is a handful of roundings off, and how many is luck that differs from one CPU to the next: there also
-    with inputs that are one rounding away, eight times, which no float32 computation can tell apart.
+    what it loses at inputs that are one rounding away, eight times, added to `exact`.
     """
-    run = lambda inputs: with_gradients(lambda *x: eager(*x, spec, dtype, **view), inputs, do)  # noqa: E731
-    yield run(inputs)
+    run = lambda inputs, dtype: with_gradients(lambda *x: eager(*x, spec, dtype, **view), inputs, do)  # noqa: E731
+    yield run(inputs, dtype)
     generator = torch.Generator(do.device).manual_seed(0)  # its own: what a test draws next does not depend on luck
     for _ in range(8 if dtype == inputs[0].dtype == torch.float32 else 0):
-        yield run(tuple(one_rounding_away(x, generator) for x in inputs))
+        moved = tuple(one_rounding_away(x, generator) for x in inputs)
+        pairs = zip(run(moved, dtype), run(moved, torch.float64), exact)
+        yield tuple(low.double() - high.double() + r.double() for low, high, r in pairs)
 
 
 def assert_within_twice_eager(

@@ -81,9 +81,9 @@ def test_adversarial_rows(dtype):
 
         ours = with_gradients(lambda *x: lssar.attention(*x, spec, impl="tiled"), (q, k, v), do)  # noqa: B023
         exact = with_gradients(lambda *x: eager(*x, spec, torch.float64), (q, k, v), do)  # noqa: B023
-        low = itertools.chain.from_iterable(eager_runs((q, k, v), do, spec, t) for t in {dtype, torch.float32})
         limit = torch.finfo(dtype).max
         exact = [x.clamp(-limit, limit) for x in exact]
+        low = itertools.chain.from_iterable(eager_runs((q, k, v), do, spec, t, exact) for t in {dtype, torch.float32})
         # Where gradients cancel to nothing (a needle has all the weight) float32 leaves roundings of what cancels.
         steepness = p * math.log(d) * math.log(max(n, 2))
         cancels = 8 * EPS[torch.float32] * steepness * float(do.abs().max()) * float(v.abs().max())

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import tyro
+from benchmarks import gpu
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu  # noqa: E402
-
-sys.path.pop(0)
 
 
 def words_of(command: str) -> list[str]:
@@ -33,10 +30,18 @@ def test_tables_are_made_by_the_commands_that_made_the_committed_ones():
             assert words_of(shlex.join(words[2:])) == words_of(command), job.name
             found += 1
         else:
-            files = [word for word in words if word.endswith(".py")]
+            files = [word for word in words if word.startswith(("benchmarks/", "tests/"))]
             assert files and all((ROOT / file).exists() for file in files), job.name
     assert found == len(list(ROOT.glob("benchmarks/results/h200-*.json")))
     assert len({job.name for job in gpu.JOBS}) == len(gpu.JOBS)
+
+
+def test_every_test_that_wants_a_gpu_is_asked():
+    asked = [word for job in gpu.JOBS for word in shlex.split(job.words) if word.startswith("tests/")]
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu\n" in path.read_text()]
+    for path in marked:
+        assert any(path.relative_to(ROOT).is_relative_to(word) for word in asked), path
+    assert len(marked) > 5
 
 
 def test_jobs_of_tables_are_understood():

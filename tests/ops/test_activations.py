@@ -41,7 +41,7 @@ def compare(spec, dtype, L=37, D=32, B=1, Hq=4, Hkv=2, note="", **view):
     exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **view), inputs, do)
     # of o, which the gradients of scores are differences with, or of the sums over D that make these differences
     rounding = 4 * max(EPS[dtype], EPS[torch.float32] * D**0.5)
-    runs = eager_runs(inputs, do, spec, dtype, **view)
+    runs = eager_runs(inputs, do, spec, dtype, exact, **view)
     assert_within_twice_eager(ours, runs, exact, EPS[dtype], note, floor=(0.0, rounding, rounding, 0.0))
 
 

@@ -36,9 +36,9 @@ def compare(q, k, v, do, p, causal=True, note="", **view):
     see = {"causal": causal, **view}
     size = lambda x: x.double().square().mean().sqrt().item()  # noqa: E731
     got = with_gradients(lambda *x: fused_attention(*x, p=p, causal=causal, **view), (q, k, v), do)
-    same = list(eager_runs((q, k, v), do, spec_of(p), q.dtype, **see))
     inputs = tuple(x.double() for x in (q, k, v))
     exact = with_gradients(lambda *x: eager(*x, spec_of(p), torch.float64, **see), inputs, do.double())
+    same = list(eager_runs((q, k, v), do, spec_of(p), q.dtype, exact, **see))
     for index, (name, x, r) in enumerate(zip(("o", "dq", "dk", "dv"), got, exact)):
         assert x.isfinite().all(), f"{note}: {name} is not finite"
         lost = max(size((run[index] - r).nan_to_num(torch.inf)) for run in same)

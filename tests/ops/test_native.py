@@ -74,7 +74,7 @@ def check(inputs, spec, note="", **view):
     exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **view), inputs, do)
     floor = tuple(16 * (spec.p or 1) * EPS * float(r.abs().max()) * (r.numel() < 1000) for r in exact)
     got = with_gradients(attend(spec, **view), inputs, do)
-    runs = eager_runs(inputs, do, spec, torch.float32, **view)
+    runs = eager_runs(inputs, do, spec, torch.float32, exact, **view)
     assert_within_twice_eager(got, runs, exact, EPS, note, floor)
 
 

@@ -31,8 +31,8 @@ class Reproduce:
 
     names: tyro.conf.Positional[list[str]]
     scale: ScaleName = "smoke"
-    """smoke: minutes on two cores; laptop: hours there, for models that have learned something; h200: 51M on books, one
-    GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    """smoke: minutes on two cores; laptop: an hour or two there, for models that have learned something; h200: 51M on
+    books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
     """Another number of training tokens for every arm."""
     data: Path | None = None

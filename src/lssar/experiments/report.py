@@ -39,7 +39,7 @@ def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
 
 
 def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
-    """The whole page; `folder` is where it will lie, for links to pictures."""
+    """The whole page; `folder` is where it will lie, for links."""
     r = scale.base
     units = "bytes" if scale.data == STDLIB else "tokens"
     text = HEAD.format(results=scale.results, at="" if scale.name == MAIN else f" at {scale.name} scale")
@@ -54,7 +54,7 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
     text += "## Claims\n\n"
     beside = _verdicts_beside(scale)
     if beside:
-        where = os.path.relpath(usual_page(SCALES[BESIDE]), usual_page(scale).parent)
+        where = os.path.relpath(usual_page(SCALES[BESIDE]), folder)
         text += (
             f"In brackets the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): a model of "
             f"{SCALES[BESIDE].base.size} parameters on bytes, which says less, but which anybody can run.\n\n"
