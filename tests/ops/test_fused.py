@@ -235,6 +235,23 @@ def test_decode(page, p, rows):
         torch.testing.assert_close(o[b : b + 1].double(), exact, rtol=2e-5, atol=2e-5)
 
 
+def test_numbers_of_keys_and_pages_may_have_any_stride():
+    """As those of a Hugging Face static cache, which are one number expanded."""
+    q, k, v, _ = tensors(B=2, Hq=4, Hkv=2, Lq=1, Lk=90, D=20)
+    table = torch.randperm(12, device=DEVICE).view(2, 6).int()
+    cache = paged(k, table, 16), paged(v, table, 16)
+    apart = torch.tensor([77, 90, 3, 90], dtype=torch.int32, device=DEVICE)[::2]
+    for lengths in (apart, apart[:1].expand(2)):
+        plain = lengths.clone(memory_format=torch.contiguous_format)
+        expected = fused_decode(q, k, v, p=15, lengths=plain)
+        assert torch.equal(fused_decode(q, k, v, p=15, lengths=lengths), expected)
+        assert torch.equal(fused_decode(q, *cache, p=15, lengths=lengths, block_table=table.T.contiguous().T), expected)
+        for spec in ("lssar", "sigmoid"):
+            full = dict(causal=False, impl="fused")
+            expected_full = lssar.attention(q, k, v, spec, key_lengths=plain, **full)
+            assert torch.equal(lssar.attention(q, k, v, spec, key_lengths=lengths, **full), expected_full)
+
+
 def test_decode_tolerance_bounds_the_error():
     q, k, v, _ = tensors(Lq=1, Lk=150)
     exact = fused_decode(q, k, v, p=15, tolerance=0.0)

@@ -347,20 +347,22 @@ def decode(
         page, Hkv = k_cache.shape[1], k_cache.shape[2]
         Lk = block_table.shape[1] * page
         order = (0, 2, 1)
-        table, table_stride = block_table, block_table.stride(0)
+        table = block_table.contiguous()
+        table_stride = table.stride(0)
     group = Hq // Hkv
     if norms is None:
         norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
     block_r = power_of_two(group * Lq)
     block_d = max(16, power_of_two(D))
-    if warps is None:
-        warps = 2 if unit_keys or (norms == "product" and block_d <= 64) else 4  # other norms are worth two more
+    card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+    processors = getattr(card, "multi_processor_count", 1)
+    if warps is None:  # norms of keys are worth two more, but for small bfloat16 ones where heads do not fill the card
+        warps = 2 if unit_keys or (norms == "product" and block_d <= 64 and B * Hkv < processors) else 4
     if splits is None:
-        card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
         splits = choose_splits(
             B * Hkv, Lk, stages * block * block_d * k_cache.element_size(),
             32 * warps * max(80, block_d),  # about what the compiler takes a thread
-            getattr(card, "multi_processor_count", 1),
+            processors,
             getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY),
         )  # fmt: skip
     if ahead is None:
@@ -379,7 +381,7 @@ def decode(
     weights = q.new_empty((rows, x_stride) if p is not None else 0)
     o = torch.empty_like(q)
     if lengths is not None:
-        lengths = lengths.to(torch.int32)
+        lengths = lengths.to(torch.int32).contiguous()  # may be expanded
     common = {
         "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
         "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,

@@ -101,7 +101,7 @@ def what_rows_see(
     if cu_seqlens is not None:
         doc_start, doc_stop = document_bounds(cu_seqlens, Lk)
     if key_lengths is not None:
-        key_lengths = key_lengths.to(device=q.device, dtype=torch.int32)
+        key_lengths = key_lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
     arguments = (
         q.shape[2], Lk, 0 if window is None else min(window, 2**30), q if key_lengths is None else key_lengths,
         doc_start, doc_stop,
