@@ -33,6 +33,7 @@ def compiled(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a failure of the compiler would go on without it, with a warning
         warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message="TensorFloat32")  # the compiler's advice, once a process
         yield
 
 

@@ -283,6 +283,13 @@ def _load_row_numbers(at, row_plane, inside, ACTIVATION: tl.constexpr, P: tl.con
 
 
 @triton.jit
+def _inverse_of_gradients(inverse, row_start, row_stop, DIVISOR: tl.constexpr):
+    """inverse, but 0 where one key is alone under l1: its weight is 1 or -1 whatever its score, and the difference of
+    two sums that its gradient would be is their roundings, over an activation that may be tiny."""
+    return tl.where(row_stop - row_start > 1, inverse, 0.0) if DIVISOR == "l1" else inverse
+
+
+@triton.jit
 def _terms(
     qk, dp, factor, bias, inverse, shift, slope, intercept, delta, row_start, row_stop, keys, masked,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, P: tl.constexpr,
@@ -290,7 +297,7 @@ def _terms(
     """From products q.k and dO.v [M, N], row numbers [M, 1]: weights; g; phi'; sign(a).
 
     Without re-weighting g phi' are the gradients of scores. With it they are kappa (g - mean sign(a)) phi', where mean
-    is the sum of g over n_i (0 in the first rows) and kappa = P slope inverse: see docs/derivations.md.
+    is the sum of g over n_i (0 in the first rows) and kappa = P slope inverse (of gradients): see docs/derivations.md.
     """
     s = qk * factor + bias
     if ACTIVATION == "exp":  # noqa: SIM102 (the outer one is decided when compiling)
@@ -306,9 +313,10 @@ def _terms(
         g = (dp - delta) * y
     else:
         weight = a * inverse
-        g = dp * inverse
+        moving = _inverse_of_gradients(inverse, row_start, row_stop, DIVISOR)
+        g = dp * moving
         if DIVISOR == "l1":
-            g -= tl.abs(inverse) * delta * sign
+            g -= tl.abs(moving) * delta * sign
     if masked:
         seen = (keys >= row_start) & (keys < row_stop)
         weight, g, phi = tl.where(seen, weight, 0.0), tl.where(seen, g, 0.0), tl.where(seen, phi, 0.0)
@@ -372,7 +380,8 @@ def query_gradient_kernel(
             g_sum += tl.sum(g, 1)
     if P > 0:
         mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
-        dq = (dq - sign_k * mean[:, None]) * (P * slope * inverse)
+        moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
+        dq = (dq - sign_k * mean[:, None]) * (P * slope * moving)
         tl.store(mean_ptr + at, mean, mask=rows < Lq)
     store_tile(dq_ptr, dq * factor[:, None], first_row, Lq, dq_stride_l, row_offsets, columns, D)
 
@@ -439,7 +448,8 @@ def key_gradient_kernel(
             )  # fmt: skip
             if P > 0:
                 mean = tl.load(mean_ptr + row_at + rows, mask=inside, other=0.0)
-                g = (g - mean[:, None] * sign) * (P * slope * inverse)
+                moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
+                g = (g - mean[:, None] * sign) * (P * slope * moving)
             ds = g * phi
             dv = dot(tl.trans(saturate(weight, do.dtype)), do, dv, PRECISION=DOT)
             dk = dot(tl.trans(saturate(ds * factor[:, None], q.dtype)), q, dk, PRECISION=DOT)
