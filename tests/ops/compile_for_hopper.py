@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +20,41 @@ TYPES = {  # of pointers that are not bfloat16
 }
 
 
-def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, int]:
-    """Bytes of shared memory and asynchronous products of a kernel; what the compiler says, if it fails."""
+def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, Any]:
+    """Bytes of shared memory, number of asynchronous products, `overwritten` tiles; what the compiler says, if it
+    fails."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", __name__, module, kernel, json.dumps(constants), json.dumps(types)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+def overwritten(ttgir: str) -> list[str]:
+    """Tiles with one buffer that is filled again while a product may still be reading it.
+
+    Triton gives a tile that it fetches ahead a second buffer if asynchronous products read it, but not if an ordinary
+    product reads it as well: so with tiles of 32 rows by 64 keys, where dk came out wrong on an H200.
+    """
+    lines = ttgir.splitlines()
+    found = []
+    for alloc in re.findall(r"%(\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x\d+x\d+x", ttgir):
+        views = {alloc}
+        last_read = None
+        for number, line in enumerate(lines):
+            names = re.findall(r"%([\w#]+)", line)
+            if "ttg.memdesc_" in line and views & set(names[1:]):
+                views.add(names[0])
+            if "warp_group_dot " in line and views & set(names[1:]):
+                last_read = number
+            copies = "async_copy_global_to_local" in line and views & set(names[1:])
+            if copies and last_read is not None:
+                waits = [int(n) for text in lines[last_read:number] for n in re.findall(r"pendings = (\d+)", text)]
+                if not waits or min(waits) > 0:
+                    found.append(alloc)
+                    break
+    return found
 
 
 def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str]) -> None:
@@ -49,7 +77,9 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
     source_of = GluonASTSource if "hopper" in module else ASTSource
     source = source_of(kernel, signature=signature, constexprs=values, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    print(json.dumps({"shared": made.metadata.shared, "wgmma": made.asm["ptx"].count("wgmma.mma_async")}))
+    products = made.asm["ptx"].count("wgmma.mma_async")
+    found = {"shared": made.metadata.shared, "wgmma": products, "overwritten": overwritten(made.asm["ttgir"])}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

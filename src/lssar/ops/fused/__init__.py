@@ -21,7 +21,8 @@ __all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
 LARGEST_OF_ACTIVATIONS = 128
-"""Their kernels take 256 as well, but fail there on an H200, for a reason not found yet (docs/performance.md)."""
+"""Their kernels take 256 as well; dk was wrong there on an H200, which is mended and not tried again yet
+(docs/performance.md)."""
 LONGEST = 2**30
 # asked once: torch.compile cannot trace every one of these questions
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -100,7 +100,7 @@ HOPPER: dict[Key, Tile] = {
     ("activation_query_gradient", 256, 2): Tile(64, 32, 8, 2),
     ("activation_key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("activation_key_gradient", 128, 2): Tile(64, 64, 8, 2),
-    ("activation_key_gradient", 256, 2): Tile(32, 64, 8, 2),
+    ("activation_key_gradient", 256, 2): Tile(64, 32, 8, 2),
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
