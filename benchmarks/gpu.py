@@ -12,6 +12,7 @@ copy its files to benchmarks/results and run benchmarks/report.py.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import signal
@@ -39,7 +40,8 @@ def bench(name: str, seconds: int, words: str) -> Job:
 
 
 def tests(name: str, seconds: int, words: str) -> Job:
-    return Job(f"test-{name}", f"-m pytest -q --tb=short -p no:cacheprovider {words}", seconds)
+    """One line a test, so that what was cut off says how far it came."""
+    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds)
 
 
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
@@ -97,6 +99,8 @@ def card() -> str:
 def run(job: Job, out: Path, name: str, seconds: float) -> str:
     """One job in a process of its own; says how it ended."""
     words = shlex.split(job.words.replace("OUT", str(out)).replace("CARD", name))
+    if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
+        words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # they mostly compile
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     with open(out / f"{job.name}.txt", "w") as log:
