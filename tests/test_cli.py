@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -75,6 +77,15 @@ def test_mistakes_get_one_line(arguments, words, tmp_path, capsys):
     said = " ".join((out + err).replace("│", " ").split())
     assert words in said
     assert "Traceback" not in said
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`lssar specs | head -1`."""
+    command = [sys.executable, "-u", "-m", "lssar.cli", "specs"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
 
 
 def test_help_lists_the_commands(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -57,6 +58,10 @@ def main(arguments: list[str] | None = None) -> None:
         parse = getattr(command, "parse", None)  # a command whose flags depend on its first word reads them itself
         made = parse(rest) if parse else tyro.cli(command, prog=f"lssar {name}", args=rest)
         made.run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, `| head` perhaps, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except MENDABLE as error:
         print(f"error: {error}")
         sys.exit(2)

@@ -109,6 +109,28 @@ def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
     assert re.findall(r"arm (\d) of 4", capsys.readouterr().out) == ["1", "2", "3", "4"]
 
 
+def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
+    """By the clock every arm takes 100 s with two at work; 90 are left, enough for one that has the machine alone."""
+    scale = dataclasses.replace(arms_module.SCALES["smoke"], results=small / "results", runs=small / "runs")
+    scale.runs.mkdir(parents=True)
+    arms = tuple(arms_of([EXPERIMENTS["table1"]], scale))
+    queue = runner.Queue(
+        arms=arms, scale=scale, data=small, command="", required={arm.key: ("length-16x",) for arm in arms},
+        deadline=time.time() + 90, whole_arms=True,
+    )  # fmt: skip
+    clock = iter(range(0, 10_000, 100))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+    begun = []
+    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: begun.append(arm))
+    runner._work(queue, runner.quietly, print, workers=2)
+    assert len(begun) == 4
+    begun.clear()
+    with open(scale.runs / f"{arms[-1].key}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        runner._work(queue, runner.quietly, print, workers=2)
+    assert begun == [arms[0]]
+
+
 def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
     def breaks(self, model, held_out):
         if model.config.layer_specs[0].negate:

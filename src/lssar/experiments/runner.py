@@ -122,7 +122,7 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     context = multiprocessing.get_context("spawn")
     failures: Any = context.Queue()
     threads = max(1, torch.get_num_threads() // workers)
-    processes = [context.Process(target=_worker, args=(queue, failures, threads)) for _ in range(workers)]
+    processes = [context.Process(target=_worker, args=(queue, failures, threads, workers)) for _ in range(workers)]
     for process in processes:
         process.start()
 
@@ -146,16 +146,16 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     return failed
 
 
-def _worker(queue: Queue, failures: Any, threads: int) -> None:
+def _worker(queue: Queue, failures: Any, threads: int, workers: int) -> None:
     torch.set_num_threads(threads)  # more than there are cores wait for each other
     os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once: a second signal would end at once
-    for key in _work(queue, quietly, lambda text: print(text, flush=True)):
+    for key in _work(queue, quietly, lambda text: print(text, flush=True), workers):
         failures.put(key)
 
 
-def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
+def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
     failed: list[str] = []
-    pace = 0.0  # seconds a step of the slowest arm so far
+    pace = 0.0  # seconds a step of the slowest arm so far, while so many workers shared the machine
     for number, arm in enumerate(queue.arms, 1):
         if queue.finished(arm):
             continue
@@ -163,6 +163,8 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
                 continue
             left, likely = queue.time_left(), pace * arm.recipe.steps
+            if queue.whole_arms and left is not None and left < likely:  # with fewer at work it may go faster
+                likely *= min(1.0, (1 + _others_at_work(queue, arm)) / workers)
             if queue.whole_arms and left is not None and left < likely:
                 say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
                 continue
@@ -188,6 +190,16 @@ def _work(queue: Queue, watch: Watch, say: Say) -> list[str]:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
     return failed
+
+
+def _others_at_work(queue: Queue, mine: Arm) -> int:
+    """Arms that other processes hold."""
+    held = 0
+    for arm in queue.arms:
+        if arm != mine and queue.run(arm).with_name(f"{arm.key}.lock").exists():
+            with _claim(queue.run(arm)) as free:
+                held += not free
+    return held
 
 
 def device_is_lost() -> bool:
