@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from functools import partial
@@ -264,6 +265,35 @@ def turns(shape, *at_most):
         print(shape, kernel, *(f"{most}: {sorted(ms)[1]:.3f}" for most, ms in by_most.items()), sep="  ")
 
 
+def host():
+    """Microseconds of the host for a call, launches left to Triton and launched again, in turns; tiny calls."""
+    from lssar.ops.fused import fused_attention, fused_decode, launch
+
+    q, k, v, do = inputs(64, 4, 128)
+    x = [t.clone().requires_grad_() for t in (q, k, v)]
+    calls = {
+        "forward": lambda: fused_attention(q, k, v, p=15.0, causal=True),
+        "both": lambda: fused_attention(*x, p=15.0, causal=True).backward(do),
+        "decode": lambda: fused_decode(q[:, :, :1], k, v, p=15.0),
+    }
+    times = {}
+    for _ in range(9):
+        for name, call in calls.items():
+            for again in (False, True):
+                launch.AGAIN = again
+                for _ in range(5):
+                    call()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(50):  # fewer than the queue to the card holds
+                    call()
+                times.setdefault((name, again), []).append((time.perf_counter() - began) / 50)
+                torch.cuda.synchronize()
+    for name in calls:
+        plain, short = (1e6 * statistics.median(times[name, again]) for again in (False, True))
+        print(f"{name}: {plain:.0f} us by Triton, {short:.0f} us launched again", flush=True)
+
+
 def head_size_256():
     """Kernels for activations at a head size that they refuse, because they failed there on an H200; says how."""
     import traceback
@@ -308,6 +338,7 @@ def sweeps(words):
 COMMANDS = {
     "check": check,
     "head_size_256": head_size_256,
+    "host": host,
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
     "schedule": schedule,
     "sweep": lambda *words: sweeps(words),

@@ -52,6 +52,7 @@ JOBS = (
         "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
     ),
     Job("ratios", "benchmarks/fused_lab.py ratios", 90),
+    Job("host", "benchmarks/fused_lab.py host", 60),
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
     Job("step-without-loss-kernels", "benchmarks/training_step.py books-51m lssar", 60, {"LSSAR_LOSS": "0"}),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lssar.ops.fused import activations
 from lssar.ops.fused.autograd import differentiable
+from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import what_rows_see
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
 from lssar.ops.numerics import scale_factor, whole
@@ -60,11 +61,12 @@ def _forward(
         return o.zero_(), rows
     shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
 
+    arguments = (
+        q, k, v, o, rows, rows.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
+    )  # fmt: skip
+
     def run(tile, tile_constants):
-        activations.forward_kernel[(ceil_div(L, tile.m) * B * H,)](
-            q, k, v, o, rows, rows.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-            *shapes, **constants, **tile_constants,
-        )  # fmt: skip
+        start_kernel(activations.forward_kernel, ceil_div(L, tile.m) * B * H, arguments, constants | tile_constants)
 
     _launch("forward", q, run)
     return o, rows
@@ -86,16 +88,16 @@ def _backward(
     B, H, L, _ = q.shape
 
     def run_queries(tile, tile_constants):
-        activations.query_gradient_kernel[(ceil_div(L, tile.m) * B * H,)](
-            q, k, v, do, dq, rows, delta, mean, rows.stride(0), *read, *dq.stride()[:3], *shapes,
-            **constants, **tile_constants,
-        )  # fmt: skip
+        arguments = (q, k, v, do, dq, rows, delta, mean, rows.stride(0), *read, *dq.stride()[:3], *shapes)
+        programs = ceil_div(L, tile.m) * B * H
+        start_kernel(activations.query_gradient_kernel, programs, arguments, constants | tile_constants)
 
     def run_keys(tile, tile_constants):
-        activations.key_gradient_kernel[(ceil_div(k.shape[2], tile.n) * B * k.shape[1],)](
+        arguments = (
             q, k, v, do, dk, dv, rows, delta, mean, rows.stride(0), *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
-            **constants, **tile_constants,
         )  # fmt: skip
+        programs = ceil_div(k.shape[2], tile.n) * B * k.shape[1]
+        start_kernel(activations.key_gradient_kernel, programs, arguments, constants | tile_constants)
 
     _launch("query_gradient", q, run_queries)
     _launch("key_gradient", q, run_keys)

@@ -9,6 +9,7 @@ each row is repeated M / R times, while everything outside them is done once.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lssar.ops.fused.autograd import operator, refuse_gradient
+from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.primitives import (
     HIDDEN,
     INTERPRETED,
@@ -390,25 +392,29 @@ def decode(
     }  # fmt: skip
     lengths_or_any = q if lengths is None else lengths
     following = {"launch_pdl": True} if ahead else {}
-    grid = (B * Hkv, splits)
-    score_kernel[grid](
+    arguments: tuple[Any, ...] = (
         q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits, NORMS=norms, BLOCK_N=block, STAGES=stages, num_warps=warps,
-        **common,
+        x_stride, Hkv, Lk, split_length, splits,
     )  # fmt: skip
-    value_kernel[grid](
+    constants = {"NORMS": norms, "BLOCK_N": block, "STAGES": stages, "num_warps": warps, **common}
+    start_kernel(score_kernel, (B * Hkv, splits), arguments, constants)
+    arguments = (
         scores, v_cache, parts[0], parts[1], o_parts, parts[2], listed, weights, lengths_or_any, table, *v_strides,
         table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
-        P=whole(1.0 if p is None else p), REWEIGHT=p is not None,
-        BLOCK_X=max(64, min(512, 2048 // block_r)), BLOCK_N=block, BLOCK_SPLITS=power_of_two(splits),
-        STAGES=stages, num_warps=warps, **common, **following,
     )  # fmt: skip
+    constants = {
+        "P": whole(1.0 if p is None else p), "REWEIGHT": p is not None, "BLOCK_X": max(64, min(512, 2048 // block_r)),
+        "BLOCK_N": block, "BLOCK_SPLITS": power_of_two(splits), "STAGES": stages, "num_warps": warps, **common,
+        **following,
+    }  # fmt: skip
+    start_kernel(value_kernel, (B * Hkv, splits), arguments, constants)
     columns = min(block_d, 32)
-    combine_kernel[(B * Hkv, group * Lq, ceil_div(D, columns))](
-        o_parts, parts[2], o, *o.stride()[:3], Hkv, splits,
-        GROUP=group, Lq=Lq, D=D, BLOCK_D=columns, BLOCK_R=block_r, BLOCK_SPLITS=power_of_two(splits),
-        AHEAD=ahead, num_warps=4, **following,
-    )  # fmt: skip
+    constants = {
+        "GROUP": group, "Lq": Lq, "D": D, "BLOCK_D": columns, "BLOCK_R": block_r, "BLOCK_SPLITS": power_of_two(splits),
+        "AHEAD": ahead, "num_warps": 4, **following,
+    }  # fmt: skip
+    programs = (B * Hkv, group * Lq, ceil_div(D, columns))
+    start_kernel(combine_kernel, programs, (o_parts, parts[2], o, *o.stride()[:3], Hkv, splits), constants)
     return o
 
 

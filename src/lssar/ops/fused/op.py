@@ -15,6 +15,7 @@ from torch import Tensor
 from lssar.ops.fused import backward
 from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.forward import forward_kernel
+from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import whole
@@ -59,11 +60,12 @@ class _Call:
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
         query_programs = self.B * self.Hq * ceil_div(self.Lq, NORMALIZE_BLOCK)
         key_programs = self.B * self.Hkv * ceil_div(self.Lk, NORMALIZE_BLOCK)
-        normalize_kernel[(query_programs + key_programs,)](
+        arguments = (
             q, k, v, unit_q, unit_k, v if v_max is None else v_max,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.B, self.Hq, self.Hkv, *self.visibility,
-            VALUE_MAX=v_max is not None, BLOCK=NORMALIZE_BLOCK, num_warps=4, **self.shape, **self.visibility_kind,
         )  # fmt: skip
+        constants = {"VALUE_MAX": v_max is not None, "BLOCK": NORMALIZE_BLOCK, "num_warps": 4, **self.shape}
+        start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants | self.visibility_kind)
         return unit_q, unit_k
 
 
@@ -137,11 +139,14 @@ def _forward(
     by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
     kernel = by_hand.forward_kernel if by_hand else forward_kernel
 
-    def run(tile, constants):
-        kernel[(ceil_div(call.Lq, tile.m) * call.B * call.Hq,)](
-            unit_q, unit_k, v, o, rows[0], rows[1], rows[2], *v.stride()[:3], *o.stride()[:3], call.row_stride,
-            call.Hq, call.Hkv, *call.visibility, **call.mechanism, **call.shape, **call.visibility_kind, **constants,
-        )  # fmt: skip
+    arguments = (
+        unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], call.row_stride, call.Hq, call.Hkv,
+        *call.visibility,
+    )  # fmt: skip
+
+    def run(tile, tile_constants):
+        constants = call.mechanism | call.shape | call.visibility_kind | tile_constants
+        start_kernel(kernel, ceil_div(call.Lq, tile.m) * call.B * call.Hq, arguments, constants)
 
     launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
     return o, rows
@@ -175,19 +180,21 @@ def _backward(
     def run_queries(tile, tile_constants):
         nonlocal query_rows
         query_rows = tile.m
-        kernels.query_gradient_kernel[(ceil_div(call.Lq, tile.m) * call.B * call.Hq,)](
-            unit_q, unit_k, v, o, do, q, dq, v_max, rows[0], rows[1], rows[2], to_keys,
+        arguments = (
+            unit_q, unit_k, v, o, do, q, dq, v_max, *rows.unbind(), to_keys,
             *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
-            **constants, **tile_constants,
         )  # fmt: skip
+        programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
+        start_kernel(kernels.query_gradient_kernel, programs, arguments, constants | tile_constants)
 
     def run_keys(tile, tile_constants):
         flagged = call.mechanism["STEEP"] and tile.m <= 2 * query_rows  # see steep_block
-        kernels.key_gradient_kernel[(ceil_div(call.Lk, tile.n) * call.B * call.Hkv,)](
+        arguments = (
             unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
-            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-            *shared, **(constants | {"STEEP": flagged}), **tile_constants,
+            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *shared,
         )  # fmt: skip
+        programs = ceil_div(call.Lk, tile.n) * call.B * call.Hkv
+        start_kernel(kernels.key_gradient_kernel, programs, arguments, constants | {"STEEP": flagged} | tile_constants)
 
     launch("query_gradient" + suffix, call.D, call.itemsize, aligned, run_queries)
     launch("key_gradient" + suffix, call.D, call.itemsize, aligned, run_keys)
