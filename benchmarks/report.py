@@ -3,7 +3,8 @@
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `ratios COMMIT` makes one of
-the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them.
+the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` one of what
+`lssar reproduce report` decided.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -23,6 +24,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] == "ratios":
         return ratio_table(paths[0].read_text(), words[1])
     results = [json.loads(path.read_text()) for path in paths]
+    if words == ["verdicts"]:
+        return verdict_table(results[0])
     if words == ["lengths"]:
         return length_table(results)
     if words == ["downstream"]:
@@ -53,6 +56,19 @@ def table(paths: list[Path], words: list[str]) -> str:
         f"of the same run. Command: `{result['command']}`."
     )
     return "\n".join(lines) + "\n"
+
+
+def verdict_table(claims: list[dict]) -> str:
+    """Claims by what became of them, in the order of the page of results."""
+    verdicts = ("holds", "holds in part", "does not hold", "not tested")
+    found = {verdict: [c for c in claims if c["verdict"] == verdict] for verdict in verdicts}
+    listed = {
+        verdict: "; ".join(f"{c['text']} ({c['source'].removeprefix('paper, ')})" for c in those)
+        for verdict, those in found.items()
+        if those
+    }
+    lines = [f"| {verdict + ' yet' * (verdict == 'not tested')} | {claims} |" for verdict, claims in listed.items()]
+    return "\n".join(["| | claim |", "|---|---|", *lines]) + "\n"
 
 
 def length_table(results: list[dict]) -> str:

@@ -383,7 +383,7 @@ def decode(
     weights = q.new_empty((rows, x_stride) if p is not None else 0)
     o = torch.empty_like(q)
     if lengths is not None:
-        lengths = lengths.to(torch.int32).contiguous()  # may be expanded
+        lengths = lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
     common = {
         "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
         "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
