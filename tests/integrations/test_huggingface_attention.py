@@ -1,5 +1,6 @@
 """Any transformers model with our mechanisms: caches, padding, packs, training, saving, refusals."""
 
+import copy
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from tests.integrations.families import FAMILIES, VOCAB, make, no_network, padde
 
 transformers = pytest.importorskip("transformers")
 from lssar.integrations import huggingface  # noqa: E402
+from lssar.integrations.huggingface import attention as attention_module  # noqa: E402
 from lssar.integrations.huggingface import masks  # noqa: E402
 from lssar.integrations.huggingface.attention import masked_attention  # noqa: E402
 
@@ -250,6 +252,27 @@ def compiled_equals_eager(family, how, backend="aot_eager"):
 
 def test_compiled_equals_eager(codes):
     compiled_equals_eager("llama", "padded")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there test_huggingface_gpu.py does this")
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_by_the_fused_kernels_is_the_same(cache, monkeypatch):
+    """In the interpreter, as on a GPU: with a static cache the number of keys is one for the whole batch, expanded."""
+    pytest.importorskip("triton")
+    exact = make("llama", hidden_size=64, head_dim=16)
+    model = copy.deepcopy(exact).float()
+    batch = padded([tokens(9, seed=1), tokens(9, seed=2)], "left")
+    expected = greedy(exact, batch)
+    plain, rows = attention_module.attention, []
+
+    def fused(q, *rest, **view):
+        rows.append(q.shape[2])
+        return plain(q, *rest, impl="fused", **view)
+
+    monkeypatch.setattr(attention_module, "attention", fused)
+    monkeypatch.setattr(masks, "fused_on", lambda device: True)
+    assert greedy(model, batch, **CACHES[cache]).tolist() == expected.tolist()
+    assert set(rows) == {1, 9}
 
 
 @pytest.mark.slow
