@@ -49,7 +49,7 @@ def test_every_mechanism(spec):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1", "softmax^3"])
+@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1", "exp", "softmax^3"])
 def test_what_rows_see(name, view):
     compare(named(name), torch.float32, **VIEWS[view])
 
@@ -106,11 +106,25 @@ def test_fewer_rows_than_keys_and_strides():
             torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
 
 
+def test_exp_without_a_divisor_keeps_its_range():
+    """A weight of e^40 in one row, of e^-40 in another: what scores are lowered by comes back."""
+    q, k, v = (x.to(DEVICE) for x in qkv(B=1, Hq=2, Lq=9, Lk=9, D=16, dtype=torch.float32, grad=False))
+    for row, score in ((4, 40.0), (0, -40.0)):  # over sqrt(D) = 4
+        q[:, :, row] = k[:, :, row] * (4 * score / k[:, :, row].square().sum(-1, keepdim=True))
+    call = lambda *x: fused.activation_attention(*x, lssar.spec("exp"), causal=True)  # noqa: E731
+    ours = with_gradients(call, (q, k, v), torch.ones_like(q))
+    exact = with_gradients(lambda *x: eager(*x, "exp", torch.float64), (q, k, v), torch.ones_like(q))
+    assert exact[0].abs().max() > 1e15 and 0 < exact[0].abs().min() < 1e-15
+    torch.testing.assert_close(ours[0].double(), exact[0].double(), rtol=1e-4, atol=0)
+    for a, b in zip(ours, exact):
+        assert (a.double() - b).norm() < 1e-4 * b.norm()
+
+
 def test_rows_that_see_nothing_and_needles():
     q, k, v = (x.to(DEVICE) for x in qkv(B=2, Lq=8, Lk=8, D=16, dtype=torch.float32, grad=False))
     k[1, :, 3] *= 100  # scores far beyond exp's range
     lengths = torch.tensor([0, 8], device=DEVICE)
-    for name in ("softmax", "l1_relu", "sigmoid"):
+    for name in ("softmax", "l1_relu", "sigmoid", "raw"):
         call = lambda *x: fused.activation_attention(*x, lssar.spec(name), causal=True, key_lengths=lengths)  # noqa: B023, E731
         ours = with_gradients(call, (q, k, v), torch.ones_like(q))
         exact = with_gradients(
@@ -126,12 +140,12 @@ def test_which_mechanisms(monkeypatch):
     q, k, v = (x.to(DEVICE) for x in qkv(dtype=torch.float32, D=16, grad=False))
     if not CUDA:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    names = {"softmax_recentred", "softmax_recentred_l1", "exp"}
+    names = {"softmax_recentred", "softmax_recentred_l1"}
     assert {name for name in lssar.specs() if not (fused.is_activation(s := lssar.spec(name)) or fused.is_lssa(s))} == (
         names
     )
     for spec in names:
-        with pytest.raises(ValueError, match="activations over a divisor, not re-centred, and exp under l1 alone"):
+        with pytest.raises(ValueError, match="activations over a divisor, not re-centred; "):
             lssar.attention(q, k, v, spec, impl="fused")
     large = [torch.zeros(1, 1, 4, 256, device=DEVICE) for _ in range(3)]
     with pytest.raises(ValueError, match="'sigmoid', 16 to 128; got q 256"):

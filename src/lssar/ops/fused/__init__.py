@@ -43,7 +43,7 @@ def is_lssa(spec: Any) -> bool:
 
 def is_activation(spec: Any) -> bool:
     """Whether weights are phi(s) over a divisor, re-weighted or not: see activations.py."""
-    return spec.recentre == "none" and (spec.activation != "exp" or spec.divisor == "l1")
+    return spec.recentre == "none"
 
 
 def used_by_auto(spec: Any) -> bool:
@@ -57,10 +57,7 @@ def why_not(
 ) -> str | None:  # fmt: skip
     """None if the fused kernels can run this call, else a sentence a user can act on."""
     if not (is_lssa(spec) or is_activation(spec)):
-        return (
-            f"the fused kernels compute activations over a divisor, not re-centred, and exp under l1 alone; "
-            f"{spec.name!r} needs impl='tiled'"
-        )
+        return f"the fused kernels compute activations over a divisor, not re-centred; {spec.name!r} needs impl='tiled'"
     if key_ranges is not None:
         return "the fused kernels take no ranges of keys; give padding as key_lengths, packs as cu_seqlens"
     if mask is not None:

@@ -1,9 +1,9 @@
 """Forward and backward of any activation phi under l1 or a fixed divisor, and of its re-weighting.
 
-That is every mechanism but re-centring, and exp without l1 (whose range needs more care). Without re-weighting one pass
-over the keys is enough: an l1 sum divides the output in the end, as in softmax. With it (P > 0) a first pass gives each
-row's sum and largest activation, and weights are max(slope a + intercept, 0)^P, as in forward.py. Scores are
-s = factor_i q.k + bias_i with row numbers that depend on the count n_i of visible keys alone.
+That is every mechanism but re-centring. Without re-weighting one pass over the keys is enough: an l1 sum divides the
+output in the end, as in softmax, and exp without l1 gives back what its scores were lowered by. With it (P > 0) a first
+pass gives each row's sum and largest activation, and weights are max(slope a + intercept, 0)^P, as in forward.py.
+Scores are s = factor_i q.k + bias_i with row numbers that depend on the count n_i of visible keys alone.
 """
 
 from __future__ import annotations
@@ -257,6 +257,8 @@ def forward_kernel(
         o = dot(weight, v, o, PRECISION=DOT)
     divisor = total if DIVISOR == "l1" else fixed_divisor(n, DIVISOR, GAMMA, LENGTH)
     inverse = tl.where(divisor > 0, SIGN / tl.where(divisor > 0, divisor, 1.0), 0.0)
+    if ACTIVATION == "exp" and DIVISOR != "l1":
+        inverse *= tl.exp(shift)
     store_tile(o_ptr, o * inverse[:, None], first_row, Lq, o_stride_l, tl.arange(0, BLOCK_M), columns, D)
     at = rows_ptr + head.to(tl.int64) * Lq + rows
     row_plane = tl.cast(row_plane, tl.int64)
