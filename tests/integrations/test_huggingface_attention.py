@@ -255,7 +255,7 @@ def test_compiled_equals_eager(codes):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there test_huggingface_gpu.py does this")
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_generation_by_the_fused_kernels_is_the_same(cache, monkeypatch):
     """In the interpreter, as on a GPU: with a static cache the number of keys is one for the whole batch, expanded."""
     pytest.importorskip("triton")

@@ -50,14 +50,14 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     assert made["wgmma"] > 0
 
 
-def of_the_table(activation, in_ci):
-    """Kernels and head sizes of the table for Triton; those not in CI take too long together."""
+def of_the_table(activation, more, in_ci):
+    """Kernels and head sizes of the table for Triton, with more values each; those not in CI take too long together."""
     kinds = [(kernel, D) for kernel, D, _ in HOPPER if not kernel.endswith("_hopper")]
-    chosen = [kind for kind in kinds if kind[0].startswith("activation_") == activation]
-    return [pytest.param(*kind, marks=() if kind in in_ci else pytest.mark.slow) for kind in chosen]
+    values = [(*kind, *also) for kind in kinds if kind[0].startswith("activation_") == activation for also in more]
+    return [pytest.param(*each, marks=() if each in in_ci else pytest.mark.slow) for each in values]
 
 
-@pytest.mark.parametrize(("kernel", "D"), of_the_table(activation=False, in_ci=[("query_gradient", 64)]))
+@pytest.mark.parametrize(("kernel", "D"), of_the_table(False, [()], in_ci=[("query_gradient", 64)]))
 def test_triton(kernel, D, tmp_path):
     """What runs on Hopper at other head sizes and without Gluon, with its own tiles and the branches of steep rows."""
     module = "forward" if kernel == "forward" else "backward"
@@ -68,11 +68,13 @@ def test_triton(kernel, D, tmp_path):
     assert made["wgmma"] > 0 and not made["overwritten"]
 
 
-@pytest.mark.parametrize(("activation", "p"), [("exp", 0), ("gelu", 15), ("sigmoid", 0), ("relu2", 3)])
 @pytest.mark.parametrize(
-    ("kernel", "D"),
-    of_the_table(activation=True, in_ci=[("activation_forward", 64), ("activation_key_gradient", 64)]),
-)
+    ("kernel", "D", "activation", "p"),
+    of_the_table(
+        True, [("exp", 0), ("gelu", 15), ("sigmoid", 0), ("relu2", 3)],
+        in_ci=[("activation_forward", 64, "exp", 0), ("activation_key_gradient", 64, "gelu", 15)],
+    ),
+)  # fmt: skip
 def test_activations(kernel, D, activation, p, tmp_path):
     tile = HOPPER[kernel, D, 2]
     constants = {
