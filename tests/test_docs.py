@@ -47,6 +47,13 @@ def test_figures_come_from_the_committed_results():
     assert check.returncode == 0, check.stdout + check.stderr
 
 
+def test_every_switch_is_told():
+    table = (ROOT / "docs/performance.md").read_text().split("## Switches")[1]
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    read = set(re.findall(r"""environ\.get\("(LSSAR_\w+)""", sources))
+    assert read == set(re.findall(r"`(LSSAR_\w+)=", table))
+
+
 def test_newtons_page_is_what_its_results_say():
     from lssar.experiments.newton.report import filled
 
