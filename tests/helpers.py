@@ -1,8 +1,13 @@
-"""Shared by the tests: inputs, variants of visibility, and the error bound."""
+"""Shared by the tests: inputs, variants of visibility, the error bound, processes of their own."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,6 +62,18 @@ def eager(q: Tensor, k: Tensor, v: Tensor, spec, dtype: torch.dtype, **view) -> 
     """The reference's arithmetic in one dtype throughout: what a user's own PyTorch code would lose."""
     see = visibility(q.shape[2], k.shape[2], q.device, **{"causal": True, **view})
     return reference_attention(q.to(dtype), k.to(dtype), v.to(dtype), see.dense(k.shape[2]), lssar.spec(spec))[0]
+
+
+def outside_the_interpreter(module: str, *words: str, cache: Path) -> dict:
+    """What `python -m MODULE WORDS...` prints as JSON in its last line, by Triton's compiler.
+
+    A process of its own, because whether kernels are interpreted is decided when Triton is imported.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def with_gradients(f, inputs: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:

@@ -1,18 +1,15 @@
-"""Compile a kernel for an H100, which needs no card: `python -m tests.ops.compile_for_hopper MODULE KERNEL CONSTANTS`.
-
-Run as a process of its own: Triton's interpreter, which other tests use, is chosen when Triton is imported.
-"""
+"""Compile a kernel for an H100, without one: `python -m tests.ops.compile_for_hopper MODULE KERNEL CONSTANTS TYPES`."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.helpers import outside_the_interpreter
 
 TYPES = {  # of pointers that are not bfloat16
     "*fp32": ("v_max_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr"),
@@ -23,12 +20,8 @@ TYPES = {  # of pointers that are not bfloat16
 def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, Any]:
     """Bytes of shared memory, number of asynchronous products, `overwritten` tiles; what the compiler says, if it
     fails."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", __name__, module, kernel, json.dumps(constants), json.dumps(types)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    words = module, kernel, json.dumps(constants), json.dumps(types)
+    return outside_the_interpreter("tests.ops.compile_for_hopper", *words, cache=cache)
 
 
 def overwritten(ttgir: str) -> list[str]:

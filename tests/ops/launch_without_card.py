@@ -1,7 +1,6 @@
 """Launch a small kernel in many ways with something in the place of a card: `python -m tests.ops.launch_without_card`.
 
-Prints as JSON what reached the card. Run as a process of its own: Triton's interpreter, which other tests use, is
-chosen when Triton is imported.
+Prints as JSON what reached the card.
 """
 
 from __future__ import annotations

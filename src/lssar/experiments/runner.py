@@ -162,10 +162,10 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
         with _claim(queue.run(arm)) as mine:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
                 continue
-            left, likely = queue.time_left(), pace * arm.recipe.steps
-            if queue.whole_arms and left is not None and left < likely:  # with fewer at work it may go faster
-                likely *= min(1.0, (1 + _others_at_work(queue, arm)) / workers)
-            if queue.whole_arms and left is not None and left < likely:
+            left, likely = queue.time_left() if queue.whole_arms else None, pace * arm.recipe.steps
+            if left is not None and left < likely:
+                likely *= min(1.0, _at_work(queue) / workers)  # with fewer at work it goes faster
+            if left is not None and left < likely:
                 say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
                 continue
             again = " (its figures are there, but not all that is asked for now)" if queue.result(arm).exists() else ""
@@ -192,12 +192,12 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
     return failed
 
 
-def _others_at_work(queue: Queue, mine: Arm) -> int:
-    """Arms that other processes hold."""
+def _at_work(queue: Queue) -> int:
+    """How many arms are held, by this process too."""
     held = 0
-    for arm in queue.arms:
-        if arm != mine and queue.run(arm).with_name(f"{arm.key}.lock").exists():
-            with _claim(queue.run(arm)) as free:
+    for run in map(queue.run, queue.arms):
+        if _lock(run).exists():
+            with _claim(run) as free:
                 held += not free
     return held
 
@@ -214,9 +214,13 @@ def device_is_lost() -> bool:
     return False
 
 
+def _lock(run: Path) -> Path:
+    return run.with_name(run.name + ".lock")
+
+
 @contextlib.contextmanager
 def _claim(run: Path) -> Iterator[bool]:
-    with open(run.with_name(run.name + ".lock"), "w") as handle:
+    with open(_lock(run), "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
