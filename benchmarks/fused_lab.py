@@ -294,26 +294,6 @@ def host():
         print(f"{name}: {plain:.0f} us by Triton, {short:.0f} us launched again", flush=True)
 
 
-def head_size_256():
-    """Kernels for activations at a head size that they refuse, because they failed there on an H200; says how."""
-    import traceback
-
-    import lssar
-    from lssar.ops import fused
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for length in (37, 333):
-            q, k, v, do = inputs(256, 4, length, dtype)
-            spec = lssar.spec("sigmoid")
-            ours, exact = ([t.clone().to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
-            try:
-                fused.activation_attention(*ours, spec, causal=True).backward(do)
-                lssar.attention(*exact, spec, impl="reference").backward(do.double())
-                print(dtype, length, *(f"{error(a.grad, b.grad):.1e}" for a, b in zip(ours, exact)), flush=True)
-            except Exception:
-                print(dtype, length, traceback.format_exc()[-1500:], flush=True)
-
-
 def check():
     for d, dtype, p in ((64, torch.bfloat16, 15.0), (128, torch.bfloat16, 15.0), (80, torch.float16, 3.0),
                         (64, torch.float32, 15.0), (64, torch.bfloat16, None), (128, torch.bfloat16, 1.5)):  # fmt: skip
@@ -337,7 +317,6 @@ def sweeps(words):
 
 COMMANDS = {
     "check": check,
-    "head_size_256": head_size_256,
     "host": host,
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
     "schedule": schedule,

@@ -71,7 +71,6 @@ JOBS = (
     ),
     Job("check", "benchmarks/fused_lab.py check", 90),
     Job("decode-profile", "benchmarks/decode_lab.py profile", 60),
-    Job("head-size-256", "benchmarks/fused_lab.py head_size_256", 120),
     bench("decode-b1-d64", 60, f"--decode --batch 1 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
     bench("decode-b16-d64", 60, f"--decode --batch 16 --heads 16 --key-heads 16 --head-sizes 64 {DECODE}"),
     bench("decode-b1-d128", 60, f"--decode --batch 1 --heads 32 --key-heads 8 --head-sizes 128 {DECODE}"),

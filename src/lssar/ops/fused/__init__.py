@@ -20,9 +20,6 @@ __all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
-LARGEST_OF_ACTIVATIONS = 128
-"""Their kernels take 256 as well; dk was wrong there on an H200, which is mended and not tried again yet
-(docs/performance.md)."""
 LONGEST = 2**30
 # asked once: torch.compile cannot trace every one of these questions
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -70,12 +67,9 @@ def why_not(
         return f"the fused kernels run on a GPU; the inputs are on {q.device} (for tests: TRITON_INTERPRET=1)"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         return f"the fused kernels take bfloat16, float16 or float32, one for all; got {q.dtype}, {k.dtype}, {v.dtype}"
-    d, most = q.shape[-1], HEAD_SIZES[1] if is_lssa(spec) else LARGEST_OF_ACTIVATIONS
-    if not HEAD_SIZES[0] <= d <= most or v.shape[-1] != d:
-        return (
-            f"the fused kernels take one head size for {spec.name!r}, {HEAD_SIZES[0]} to {most}; got q {d}, "
-            f"v {v.shape[-1]}"
-        )
+    d, (least, most) = q.shape[-1], HEAD_SIZES
+    if not least <= d <= most or v.shape[-1] != d:
+        return f"the fused kernels take one head size, {least} to {most}; got q {d}, v {v.shape[-1]}"
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         return "the fused kernels need a contiguous last dimension; call .contiguous() on the input that has none"
     if max(q.shape[2], k.shape[2]) > LONGEST:
