@@ -24,6 +24,7 @@ from lssar.experiments.dry_run import plan
 from lssar.experiments.paper import LOSSES, PASSKEY
 from lssar.experiments.readings import Downstream, HeldOut, Length, Retrieval, reweighted
 from lssar.model import GPT, model_config
+from lssar.records import write_json
 from lssar.specs import spec
 from lssar.training.sources import write_stdlib
 
@@ -109,6 +110,23 @@ def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
     assert re.findall(r"arm (\d) of 4", capsys.readouterr().out) == ["1", "2", "3", "4"]
 
 
+def test_other_seeds_tell_how_long_an_arm_takes(small):
+    scale = dataclasses.replace(arms_module.SCALES["smoke"], results=small / "results", runs=small / "runs")
+    arm = next(a for a in arms_of([EXPERIMENTS["controls"]], scale) if a.name == "lssar")
+    queue = runner.Queue(arms=(arm,), scale=scale, data=small, command="", required={arm.key: ()})
+    assert runner._seconds_of_another_seed(queue, arm) is None
+    record = {
+        "training": {"tokens": 1000, "tokens_per_s": 50.0}, "readings": {"length-16x": {"seconds": 2.5}},
+        "environment": runner.environment(),
+    }  # fmt: skip
+    write_json(scale.results / "lssar-seed1-0123.json", record)
+    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+    write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"readings": {"other": {"seconds": 1e9}}})
+    elsewhere = record["environment"] | {"cpu": "another"}
+    write_json(scale.results / "lssar-seed2-0123.json", record | {"environment": elsewhere, "readings": {}})
+    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+
+
 def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
     """By the clock every arm takes 100 s with two at work; 90 are left, enough for one that has the machine alone."""
     scale = dataclasses.replace(arms_module.SCALES["smoke"], results=small / "results", runs=small / "runs")
@@ -168,16 +186,26 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
 
 def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
     path = tmp_path / "arm.json"
-    record = lambda *keys: runner._record(path, {"arm": "a", "readings": dict.fromkeys(keys, 0)})  # noqa: E731
+
+    def record(*keys, commit="1"):
+        runner._record(path, {"arm": "a", "readings": dict.fromkeys(keys, 0), "environment": {"commit": commit}})
+
     kept = lambda: set(json.loads(path.read_text())["readings"])  # noqa: E731
     record("one")
     assert kept() == {"one"}
     record("one", "two")
     assert kept() == {"one", "two"}
-    record("three")  # trained again elsewhere, and not read in full yet
+    record("three", commit="2")  # trained again elsewhere, and not read in full yet
     assert kept() == {"one", "two"}
-    record("one", "two", "three")
-    assert kept() == {"one", "two", "three"}
+    assert not (tmp_path / "earlier").exists()
+    for _ in range(2):  # what the first training gave is put aside, once
+        record("one", "two", "three", commit="2")
+        assert kept() == {"one", "two", "three"}
+        (before,) = (tmp_path / "earlier").iterdir()
+    assert before.name == "arm-1.json"
+    assert json.loads(before.read_text())["environment"] == {"commit": "1"}
+    record("one", "two", "three", commit="3")
+    assert {p.name for p in (tmp_path / "earlier").iterdir()} == {"arm-1.json", "arm-2.json"}
 
 
 def test_arms_are_known_by_their_content():
@@ -424,6 +452,28 @@ def test_the_committed_page_says_what_the_committed_results_say(scale, monkeypat
     for arm in collect.load(scale).values():  # nothing measured under other settings goes under this name
         if arm["arm"] in declared:
             assert arm["recipe"]["steps"] == declared[arm["arm"]].steps
+
+
+def test_trainings_made_again_are_shown_and_count(tmp_path):
+    """LSSAR finds more than cosine softmax, but not more than an earlier training of it; and one reading is missing."""
+    scale = dataclasses.replace(H200, results=tmp_path / "results")
+    fabricated(scale, as_published, lambda arm, reading: 0.9 if arm.recipe.attention == "lssar" else 0.1)
+    (path,) = scale.results.glob("cosine_softmax-retrieval-seed0-*.json")
+    result = json.loads(path.read_text())
+    found = [{"multiple": f"{m:g}", "greedy": {"right": 36, "of": 40}} for m in (1, 4, 16)]
+    elsewhere = {"environment": result["environment"] | {"commit": "fedcba98"}}
+    before = result | elsewhere | {"readings": {"passkey-16x": {"rows": found}}}
+    write_json(scale.results / "earlier" / f"{path.stem}-1.json", before)
+    del result["readings"]["recall-16x-ntk"]
+    write_json(path, result, overwrite=True)
+    page = tmp_path / "docs/results.md"
+    report.write(scale, page, pictures=False)
+    claims = {c["claim"]: c["verdict"] for c in json.loads((scale.results / "tables/claims.json").read_text())}
+    assert claims["f2"] == "holds in part"
+    text = page.read_text()
+    assert "| cosine softmax, trained at fedcba9 | 0.90 (0.77 to 0.96) |" in text
+    assert f"Not finished yet: `{path.stem} (recall-16x-ntk)`" in text
+    assert "commit 0123456, fedcba9. Command: `lssar reproduce passkey" in text
 
 
 def test_verdicts_of_the_smaller_scale_stand_beside(tmp_path, monkeypatch):

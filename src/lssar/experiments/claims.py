@@ -42,10 +42,13 @@ class Tables:
         return math.inf if point["mean"] is None else point["mean"]
 
     def rate(self, label: str, multiple: str) -> dict[str, Any]:
-        found = self.line("passkey", label)["rate"].get(multiple)
-        if found is None:
+        """Of the last training; its interval is widened to those of the trainings before."""
+        line = self.line("passkey", label)
+        found = [run["rate"].get(multiple) for run in (line, *line["earlier"])]
+        if found[0] is None:
             raise Missing(f"passkey: {label} at {multiple}x")
-        return found
+        there = [rate for rate in found if rate]
+        return found[0] | {"low": min(r["low"] for r in there), "high": max(r["high"] for r in there)}
 
     def deviation(self, experiment: str, label: str, multiple: int) -> float:
         return self.line(experiment, label)["loss"][str(multiple)].get("deviation") or 0.0
@@ -199,17 +202,21 @@ def ahead_of_controls(t: Tables) -> Finding:
     return Finding(grade(good, len(at)), f"LSSAR {ours16} at 16x and {ours64} at 64x; {'; '.join(parts)}")
 
 
-def found_more(t: Tables, labels: tuple[str, ...], multiples: tuple[str, ...]) -> Finding:
-    """Comparisons in which LSSAR's interval lies wholly above the other's."""
-    if max(t.rate(label, "1")["rate"] for label in ("LSSAR", *labels)) < 0.1:
+def found_more(t: Tables, pairs: tuple[tuple[str, str], ...], multiples: tuple[str, ...]) -> Finding:
+    """Comparisons of the first of a pair with the second in which its interval lies wholly above the other's."""
+    labels = list(dict.fromkeys(label for pair in pairs for label in pair))
+    if max(t.rate(label, "1")["rate"] for label in labels) < 0.1:
         raise Missing("a model that finds one passkey in ten at its training length")
-    good, parts = 0, []
-    for label in ("LSSAR", *labels):
-        rates = [t.rate(label, m) for m in multiples]
-        parts.append(f"{label} " + ", ".join(f"{r['rate']:.2f} at {m}x" for m, r in zip(multiples, rates)))
-        if label != "LSSAR":
-            good += sum(t.rate("LSSAR", m)["low"] > r["high"] for m, r in zip(multiples, rates))
-    return Finding(grade(good, len(labels) * len(multiples)), "; ".join(parts))
+    above = [t.rate(ours, m)["low"] > t.rate(theirs, m)["high"] for ours, theirs in pairs for m in multiples]
+    parts = [f"{label} " + ", ".join(f"{t.rate(label, m)['rate']:.2f} at {m}x" for m in multiples) for label in labels]
+    return Finding(grade(sum(above), len(above)), "; ".join(parts))
+
+
+RETRIEVAL_CONTROLS = (
+    ("LSSAR", "cosine softmax"),
+    ("LSSAR", "softmax, window"),
+    ("LSSAR, NTK", "cosine softmax, NTK"),
+)
 
 
 def better_downstream(t: Tables) -> Finding:
@@ -258,9 +265,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "f2", "LSSAR is ahead of cosine softmax and of windowed softmax at equal tokens, in retrieval",
-        "not in the paper", "at 4x and 16x its interval for the passkey lies above each of theirs; in part: in some of "
-        "the four; not tested while none of the three finds one in ten at 1x", ("passkey",),
-        lambda t: found_more(t, ("cosine softmax", "softmax, window"), ("4", "16")),
+        "not in the paper", "at 4x and 16x its interval for the passkey lies above each of theirs, and with NTK above "
+        "that of cosine softmax with NTK; in part: in some of the six; not tested while none finds one in ten at 1x. "
+        "Intervals are over questions; where an arm was trained more than once they are of all its trainings",
+        ("passkey",), lambda t: found_more(t, RETRIEVAL_CONTROLS, ("4", "16")),
     ),
     Claim(
         "g", "At its training length LSSAR is as good as softmax", "paper, Table 4",
@@ -281,7 +289,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "k", "LSSAR finds passkeys beyond its training length where softmax does not", "paper, later versions",
         "at 1.5x, 4x and 8x its interval lies above softmax's; in part: at some of them", ("passkey",),
-        lambda t: found_more(t, ("softmax",), ("1.5", "4", "8")),
+        lambda t: found_more(t, (("LSSAR", "softmax"),), ("1.5", "4", "8")),
     ),
     Claim(
         "l", "LSSAR is better than softmax in zero-shot benchmarks", "paper, later versions",

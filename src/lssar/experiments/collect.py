@@ -12,14 +12,18 @@ from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
 from lssar.experiments.paper import DOWNSTREAM, LOSSES, PASSKEY
 from lssar.experiments.readings import Downstream, Length, Reading, Retrieval
-from lssar.experiments.runner import plain
+from lssar.experiments.runner import earlier_folder, plain
 from lssar.records import write_file, write_json
 
 
 def load(scale: Scale) -> dict[str, dict[str, Any]]:
-    """Finished arms by key."""
-    found = (json.loads(path.read_text()) for path in sorted(scale.results.glob("*.json")))
-    return {result["arm"]: result for result in found if "arm" in result}
+    """Finished arms by key; what an earlier training of one gave is in its `earlier`."""
+    read = lambda folder: (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))  # noqa: E731
+    arms = {result["arm"]: result | {"earlier": []} for result in read(scale.results) if "arm" in result}
+    for result in read(earlier_folder(scale.results)):
+        if result["arm"] in arms:
+            arms[result["arm"]]["earlier"].append(result)
+    return arms
 
 
 def mean_and_deviation(values: list[float]) -> dict[str, Any]:
@@ -42,6 +46,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             read = [arm for arm in there if reading.key in arm["readings"]]
             if read:
                 lines.append(_line(experiment, scale, row, reading, read))
+            missing += [f"{arm['arm']} ({reading.key})" for arm in there if arm not in read]
     about = {"experiment": experiment.name, "title": experiment.title, "question": experiment.question}
     return plain(
         {
@@ -50,7 +55,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             "command": f"lssar reproduce {experiment.name} --scale {scale.name}",
             "train_length": scale.base.length,
             "at": list(experiment.at),
-            "machines": machines([arms[key] for line in lines for key in line["arms"]]),
+            "machines": machines([run for line in lines for key in line["arms"] for run in _trainings(arms[key])]),
             "rows": lines,
             "missing": list(dict.fromkeys(missing)),
         }
@@ -59,15 +64,22 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
 
 def machines(arms: list[dict[str, Any]]) -> list[str]:
     """Where and from which state of the code the arms came, and on which tokens: more than one line is worth seeing."""
-    lines = set()
+    commits: dict[str, set[str]] = {}
     for arm in arms:
         e, data = arm["environment"], arm["data"]
         where = e.get("gpu") or f"{e['cpu']}, {e['threads']} threads"
-        lines.add(
-            f"{where}; torch {e['torch']}; commit {str(e['commit'])[:12]}; {data['name']}, held-out digest "
-            f"{data['val']['digest'][:8]}"
-        )
-    return sorted(lines)
+        line = f"{where}; torch {e['torch']}; {data['name']}, held-out digest {data['val']['digest'][:8]}"
+        commits.setdefault(line, set()).add(short(e["commit"]))
+    return [f"{line}; commit {', '.join(sorted(commits[line]))}" for line in sorted(commits)]
+
+
+def short(commit: str | None) -> str:
+    return str(commit)[:7]
+
+
+def _trainings(arm: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arm's, and those before it."""
+    return [arm, *arm["earlier"]]
 
 
 def _line(
@@ -91,6 +103,10 @@ def _line(
         line["last_tokens"] = figures[0]["last"][0]["tokens"]
     elif isinstance(reading, Retrieval):
         line["rate"] = _rates(figures)
+        line["earlier"] = [
+            {"commit": short(before["environment"]["commit"]), "rate": _rates([before["readings"][reading.key]])}
+            for arm in arms for before in arm["earlier"] if reading.key in before["readings"]
+        ]  # fmt: skip
     elif isinstance(reading, Downstream):
         line["accuracy"] = _accuracies(figures)
     else:
@@ -174,7 +190,12 @@ def markdown(table: dict[str, Any], reading: str = "main", curve: str = "loss") 
 
 def rates_markdown(table: dict[str, Any], task: str) -> str:
     """Share of answers decoded right, with its 95% interval; the paper's, where it has one, after ours."""
-    rows = [row for row in table["rows"] if row["reading"].startswith(task)]
+    rows = []
+    for row in table["rows"]:
+        if row["reading"].startswith(task):
+            rows.append(row)
+            for before in row["earlier"]:
+                rows.append({"label": f"{row['label']}, trained at {before['commit']}", "rate": before["rate"]})
     at = list(dict.fromkeys(m for row in rows for m in row["rate"]))
     columns = [Column("", [row["label"] for row in rows])]
     for m in at:

@@ -88,11 +88,17 @@ def section(table: dict[str, Any], picture: str | None) -> str:
         text += f"\n{caption}:\n\n{body}"
     if parts and any("deviation" in str(row.get("loss")) and _seeds(row) > 1 for row in table["rows"] if "loss" in row):
         text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
+    if any(row.get("earlier") for row in table["rows"]):
+        text += (
+            "\nA row `trained at` a commit is another training of the same arm: the same seed, code that rounds "
+            "otherwise. What it differs by is noise of training, which the intervals, over questions alone, do not "
+            "hold.\n"
+        )
     if picture is not None and parts:
         text += f"\n![{table['title']}]({picture})\n"
     if table["missing"]:
-        word = "None of its arms is finished yet." if not parts else "Not finished yet: "
-        text += f"\n{word}" + ("" if not parts else ", ".join(f"`{key}`" for key in table["missing"]) + ".") + "\n"
+        missing = ", ".join(f"`{key}`" for key in table["missing"])
+        text += f"\nNot finished yet: {missing}.\n" if parts else "\nNothing of it is read yet.\n"
     if table["machines"]:
         text += "\n" + ". ".join(table["machines"]) + f". Command: `{table['command']}`.\n"
     return text

@@ -1,9 +1,10 @@
 """The queue: trains arms, reads them, and records each in a file of its own. Stop it whenever you like.
 
-RESULTS/ARM.json   one arm: figures read so far, recipe, data, commit, machine
-RUNS/ARM/          its run folder: checkpoints, metrics and the readings done so far
-RUNS/ARM.lock      held by the process that works on it. The lock is the kernel's (flock), so it ends with the process,
-                   however that ends: there are no stale ones.
+RESULTS/ARM.json            one arm: figures read so far, recipe, data, commit, machine
+RESULTS/earlier/ARM-1.json  the same of a training before that, where one was made again: what differs is noise
+RUNS/ARM/                   its run folder: checkpoints, metrics and the readings done so far
+RUNS/ARM.lock               held by the process that works on it. The lock is the kernel's (flock), so it ends with the
+                            process, however that ends: there are no stale ones.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Queue:
     deadline: float | None = None
     """Of time.time()."""
     whole_arms: bool = False
-    """Begin none that would likely not be finished by the deadline, judged by those that this process has done."""
+    """Begin none that would likely not be finished by the deadline, judged by other seeds of the same or, where there
+    are none, by the slowest that this process has done."""
     compile: bool | None = None
     """In place of the recipe's; not part of an arm's identity."""
 
@@ -162,7 +164,8 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
         with _claim(queue.run(arm)) as mine:
             if not mine or queue.finished(arm):  # another process has it, or had it while we looked
                 continue
-            left, likely = queue.time_left() if queue.whole_arms else None, pace * arm.recipe.steps
+            left = queue.time_left() if queue.whole_arms else None
+            likely = 0.0 if left is None else _seconds_of_another_seed(queue, arm) or pace * arm.recipe.steps
             if left is not None and left < likely:
                 likely *= min(1.0, _at_work(queue) / workers)  # with fewer at work it goes faster
             if left is not None and left < likely:
@@ -190,6 +193,17 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
     return failed
+
+
+def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
+    """By its record, on a machine like this one: mechanisms differ in speed by more than machines' loads do."""
+    here, found = environment(), []
+    for path in queue.scale.results.glob(f"{arm.name}-seed*.json"):
+        result = json.loads(path.read_text())
+        if all(result["environment"].get(name) == here.get(name) for name in ("gpu", "cpu")):
+            training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
+            found.append(training + sum(reading["seconds"] for reading in result["readings"].values()))
+    return max(found, default=None)
 
 
 def _at_work(queue: Queue) -> int:
@@ -288,9 +302,25 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
 
 
 def _record(path: Path, result: dict[str, Any]) -> None:
-    """After every reading, since the machine may go before the last; but never in place of a file that has more."""
-    if not path.exists() or set(json.loads(path.read_text())["readings"]) <= set(result["readings"]):
-        write_json(path, plain(result), overwrite=True)
+    """After every reading, since the machine may go before the last; but never in place of a file that has more.
+
+    Figures of another training are put aside, not replaced.
+    """
+    result = plain(result)
+    if path.exists():
+        before = json.loads(path.read_text())
+        if not set(before["readings"]) <= set(result["readings"]):
+            return
+        if before["environment"] != result["environment"]:  # which is the one that training began in
+            folder = earlier_folder(path.parent)
+            number = 1 + sum(1 for _ in folder.glob(f"{path.stem}-*.json"))
+            write_json(folder / f"{path.stem}-{number}.json", before)
+    write_json(path, result, overwrite=True)
+
+
+def earlier_folder(results: Path) -> Path:
+    """Of trainings that were made again."""
+    return results / "earlier"
 
 
 def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
