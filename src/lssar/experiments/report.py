@@ -90,9 +90,9 @@ def section(table: dict[str, Any], picture: str | None) -> str:
         text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
     if any(row.get("earlier") for row in table["rows"]):
         text += (
-            "\nA row `trained at` a commit is another training of the same arm: the same seed, code that rounds "
-            "otherwise. What it differs by is noise of training, which the intervals, over questions alone, do not "
-            "hold.\n"
+            "\nA row `trained at` a commit is another training of the same arm: the same seed, by code or on a "
+            "machine that rounds otherwise. What it differs by is noise of training, which the intervals, over "
+            "questions alone, do not hold.\n"
         )
     if picture is not None and parts:
         text += f"\n![{table['title']}]({picture})\n"

@@ -197,10 +197,11 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
 
 def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
     """By its record, on a machine like this one: mechanisms differ in speed by more than machines' loads do."""
-    here, found = environment(), []
+    kind = lambda e: e.get("gpu") or e["cpu"]  # noqa: E731
+    here, found = kind(environment()), []
     for path in queue.scale.results.glob(f"{arm.name}-seed*.json"):
         result = json.loads(path.read_text())
-        if all(result["environment"].get(name) == here.get(name) for name in ("gpu", "cpu")):
+        if kind(result["environment"]) == here:
             training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
             found.append(training + sum(reading["seconds"] for reading in result["readings"].values()))
     return max(found, default=None)
