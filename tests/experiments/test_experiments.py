@@ -97,9 +97,22 @@ def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
     assert (scale.results / f"{held.key}.json").exists()
 
 
+def test_a_lock_held_for_an_instant_is_waited_for(tmp_path, monkeypatch):
+    """So looks another process at who is at work."""
+    with open(tmp_path / "arm.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with runner._claim(tmp_path / "arm") as mine:
+            assert not mine
+        monkeypatch.setattr(runner.time, "sleep", lambda seconds: fcntl.flock(handle, fcntl.LOCK_UN))
+        with runner._claim(tmp_path / "arm") as mine:
+            assert mine
+
+
 def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
     clock = iter(range(0, 10_000, 100))  # every arm takes 100 s by it, and nearly none by the clock of the deadline
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+    monkeypatch.setattr(
+        runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
+    )
     monkeypatch.setattr(runner, "run_arm", lambda queue, arm, watch, say: None)
     arguments = ("table1", "--scale", "smoke", "--out", str(small), "--time-limit", "90")
     assert reproduce(*arguments, "--whole-arms") == 0
@@ -137,7 +150,9 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
         deadline=time.time() + 90, whole_arms=True,
     )  # fmt: skip
     clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time))
+    monkeypatch.setattr(
+        runner, "time", SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
+    )
     begun = []
     monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: begun.append(arm))
     runner._work(queue, runner.quietly, print, workers=2)

@@ -35,6 +35,9 @@ from lssar.training.loop import load_run, train
 from lssar.training.metrics import flops_per_token, read_metrics, summarise
 from lssar.training.sources import STDLIB, write_stdlib
 
+LOOK_AGAIN = 0.05
+"""Seconds."""
+
 Say = Callable[[str], None]
 Report = Callable[[dict[str, Any]], None]
 Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
@@ -236,11 +239,15 @@ def _lock(run: Path) -> Path:
 @contextlib.contextmanager
 def _claim(run: Path) -> Iterator[bool]:
     with open(_lock(run), "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+        for attempt in range(2):  # `_at_work` of another process holds a free one, too, for an instant
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt:
+                    yield False
+                    return
+                time.sleep(LOOK_AGAIN)
         yield True
 
 
