@@ -1,9 +1,20 @@
 """Shared by the tests of this folder."""
 
+import dataclasses
+
 import pytest
 
+from lssar.experiments import SCALES
 from lssar.experiments.newton.sweep import run_all
 from tests.experiments.newton_sweep import SMALL
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """A folder for the smoke scale in a still smaller form: two steps an arm, two pieces a reading."""
+    base = SCALES["smoke"].base.replace(steps=2, length=32, micro_batch=64, warmup=1, eval_batches=1)
+    monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], base=base, read_tokens=1024))
+    return tmp_path / "out"
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,7 @@ def test_flat_rows_are_uniform():
 def test_float16_and_odd_sizes(name):
     compare(lssar.spec(name), torch.float16, L=1, D=16)
     compare(lssar.spec(name), torch.float16, L=5, D=80, B=2)
+    compare(lssar.spec(name), torch.float16, L=5, D=256)
 
 
 def test_fewer_rows_than_keys_and_strides():
@@ -153,6 +154,7 @@ def test_which_mechanisms(monkeypatch):
     large = [torch.zeros(1, 1, 4, 272, device=DEVICE) for _ in range(3)]
     with pytest.raises(ValueError, match="one head size, 16 to 256; got q 272"):
         lssar.attention(*large, "sigmoid", impl="fused")
+    assert fused.why_not(*(x[..., :256] for x in large), lssar.spec("sigmoid")) is None
     with pytest.raises(ValueError, match="take no mask"):
         lssar.attention(q, k, v, "sigmoid", impl="fused", mask=torch.ones(19, 19, dtype=torch.bool, device=DEVICE))
     monkeypatch.setattr(fused, "ACTIVATIONS_IN_AUTO", False)
@@ -173,7 +175,7 @@ def test_second_derivative_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-@pytest.mark.parametrize("D", [16, 64, 80, 256])
+@pytest.mark.parametrize("D", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("name", ["softmax", "raw_l1", "l1_gelu", "softmax^3"])
 def test_gpu_grid(name, D, dtype):
     for L, view in ((1, {}), (129, {}), (333, {"causal": False}), (333, {"window": 100})):

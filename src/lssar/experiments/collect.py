@@ -47,6 +47,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             if read:
                 lines.append(_line(experiment, scale, row, reading, read))
             missing += [f"{arm['arm']} ({reading.key})" for arm in there if arm not in read]
+    used = [arms[key] for line in lines for key in line["arms"]]
     about = {"experiment": experiment.name, "title": experiment.title, "question": experiment.question}
     return plain(
         {
@@ -55,7 +56,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             "command": f"lssar reproduce {experiment.name} --scale {scale.name}",
             "train_length": scale.base.length,
             "at": list(experiment.at),
-            "machines": machines([run for line in lines for key in line["arms"] for run in _trainings(arms[key])]),
+            "machines": machines([run for arm in used for run in (arm, *arm["earlier"])]),
             "rows": lines,
             "missing": list(dict.fromkeys(missing)),
         }
@@ -75,11 +76,6 @@ def machines(arms: list[dict[str, Any]]) -> list[str]:
 
 def short(commit: str | None) -> str:
     return str(commit)[:7]
-
-
-def _trainings(arm: dict[str, Any]) -> list[dict[str, Any]]:
-    """The arm's, and those before it."""
-    return [arm, *arm["earlier"]]
 
 
 def _line(

@@ -1,0 +1,195 @@
+"""The queue of arms: shared, interrupted and gone on with, within a time limit, through failures."""
+
+import dataclasses
+import fcntl
+import json
+import re
+import time
+from types import SimpleNamespace
+
+from lssar.experiments import EXPERIMENTS, SCALES, arms_of, runner
+from lssar.experiments.paper import LOSSES
+from lssar.experiments.readings import Length
+from lssar.records import write_json
+from tests.experiments.reproduce import reproduce
+
+
+def scale_in(folder):
+    return dataclasses.replace(SCALES["smoke"], results=folder / "results", runs=folder / "runs")
+
+
+def let_arms_take_100_seconds(monkeypatch):
+    """By the clock that times them; nearly none by that of the deadline."""
+    clock = iter(range(0, 10_000, 100))
+    slow = SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(runner, "time", slow)
+
+
+def test_table4_from_nothing_interrupted_and_gone_on_with(small, capsys):
+    arguments = ("table4", "--scale", "smoke", "--out", str(small))
+    assert reproduce(*arguments, "--time-limit", "0") == 0
+    assert "15 of 15 arms are not finished; the same command goes on" in capsys.readouterr().out
+    assert reproduce(*arguments, "--time-limit", "0.2") == 0  # within an arm
+    said = capsys.readouterr().out
+    assert "the same command goes on" in said
+    assert reproduce(*arguments) == 0
+    said = capsys.readouterr().out
+    assert "not finished" not in said
+    assert "| LSSAR, p = 15 |" in said
+    assert "3.3171" in said  # the paper's number beside ours
+    results = sorted((small / "results").glob("*.json"))
+    assert len(results) == 15
+    table = json.loads((small / "results/tables/table4.json").read_text())
+    assert [row["label"] for row in table["rows"] if row["main"]] == list(LOSSES["table4"])
+    assert {row["reading"] for row in table["rows"]} == {"length-16x", "length-16x-ntk", "length-16x-posthoc-p15"}
+    assert all(0 < row["loss"]["16"]["mean"] < 20 for row in table["rows"])
+    assert (small / "results/tables/table4.png").stat().st_size > 10_000
+
+    record = json.loads(results[0].read_text())
+    assert {"recipe", "data", "seed", "environment", "training", "readings", "command"} <= set(record)
+    assert record["recipe"]["data"] == "stdlib"  # a name, not a place
+    before = {path: path.stat().st_mtime_ns for path in results}
+    assert reproduce(*arguments) == 0  # finished arms are not touched
+    assert {path: path.stat().st_mtime_ns for path in results} == before
+    assert "15 of them finished before" in capsys.readouterr().out
+
+
+def test_two_workers_share_the_arms(small, tmp_path, capfd):
+    """Spawned processes do not see the fixture's smaller scale, but the queue that is sent to them."""
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small), "--workers", "2") == 0
+    said = capfd.readouterr().out
+    assert len(list((small / "results").glob("*.json"))) == 4
+    assert sorted(re.findall(r"^arm (\d) of 4", said, re.M)) == ["1", "2", "3", "4"]  # each once, by one of the two
+
+
+def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
+    scale = scale_in(small)
+    held = arms_of([EXPERIMENTS["table1"]], scale)[0]
+    scale.runs.mkdir(parents=True)
+    with open(scale.runs / f"{held.key}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0
+        assert "1 of 4 arms are not finished" in capsys.readouterr().out
+        assert not (scale.results / f"{held.key}.json").exists()
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # whoever held it is gone
+    assert (scale.results / f"{held.key}.json").exists()
+
+
+def test_a_lock_held_for_an_instant_is_waited_for(tmp_path, monkeypatch):
+    """So looks another process at who is at work."""
+    with open(tmp_path / "arm.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with runner._claim(tmp_path / "arm") as mine:
+            assert not mine
+        monkeypatch.setattr(runner.time, "sleep", lambda seconds: fcntl.flock(handle, fcntl.LOCK_UN))
+        with runner._claim(tmp_path / "arm") as mine:
+            assert mine
+
+
+def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
+    let_arms_take_100_seconds(monkeypatch)
+    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, watch, say: None)
+    arguments = ("table1", "--scale", "smoke", "--out", str(small), "--time-limit", "90")
+    assert reproduce(*arguments, "--whole-arms") == 0
+    said = capsys.readouterr().out
+    assert re.findall(r"arm (\d) of 4", said) == ["1"]
+    assert said.count("would take 100 s") == 3
+    assert reproduce(*arguments) == 0
+    assert re.findall(r"arm (\d) of 4", capsys.readouterr().out) == ["1", "2", "3", "4"]
+
+
+def test_other_seeds_tell_how_long_an_arm_takes(small):
+    scale = scale_in(small)
+    arm = next(a for a in arms_of([EXPERIMENTS["controls"]], scale) if a.name == "lssar")
+    queue = runner.Queue(arms=(arm,), scale=scale, data=small, command="", required={arm.key: ()})
+    assert runner._seconds_of_another_seed(queue, arm) is None
+    record = {
+        "training": {"tokens": 1000, "tokens_per_s": 50.0}, "readings": {"length-16x": {"seconds": 2.5}},
+        "environment": runner.environment(),
+    }  # fmt: skip
+    write_json(scale.results / "lssar-seed1-0123.json", record)
+    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+    write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"readings": {"other": {"seconds": 1e9}}})
+    elsewhere = record["environment"] | {"cpu": "another"}
+    write_json(scale.results / "lssar-seed2-0123.json", record | {"environment": elsewhere, "readings": {}})
+    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+
+
+def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
+    """By the clock every arm takes 100 s with two at work; 90 are left, enough for one that has the machine alone."""
+    scale = scale_in(small)
+    scale.runs.mkdir(parents=True)
+    arms = tuple(arms_of([EXPERIMENTS["table1"]], scale))
+    queue = runner.Queue(
+        arms=arms, scale=scale, data=small, command="", required={arm.key: ("length-16x",) for arm in arms},
+        deadline=time.time() + 90, whole_arms=True,
+    )  # fmt: skip
+    let_arms_take_100_seconds(monkeypatch)
+    begun = []
+    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: begun.append(arm))
+    runner._work(queue, runner.quietly, print, workers=2)
+    assert len(begun) == 4
+    begun.clear()
+    with open(scale.runs / f"{arms[-1].key}.lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        runner._work(queue, runner.quietly, print, workers=2)
+    assert begun == [arms[0]]
+
+
+def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
+    def breaks(self, model, held_out):
+        if model.config.layer_specs[0].negate:
+            raise RuntimeError("the card fell off")
+        return read(self, model, held_out)
+
+    read, smaller = Length.read, SCALES["smoke"]
+    monkeypatch.setattr(Length, "read", breaks)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
+    said = capsys.readouterr().out
+    assert "the card fell off" in said
+    assert "failed: softmax_inverse" in said
+    results = {path.name: json.loads(path.read_text()) for path in (small / "results").glob("*.json")}
+    assert sorted(bool(result["readings"]) for result in results.values()) == [False, True, True, True]
+    monkeypatch.undo()
+    monkeypatch.setitem(SCALES, "smoke", smaller)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # the training was not lost
+    assert "2/2" not in capsys.readouterr().out
+
+
+def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
+    """Else every arm that is left would be begun and fail."""
+
+    def breaks(self, model, held_out):
+        raise RuntimeError("device(s) busy or unavailable")
+
+    monkeypatch.setattr(runner, "device_is_lost", lambda: True)
+    monkeypatch.setattr(Length, "read", breaks)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
+    said = capsys.readouterr().out
+    assert "the device is lost" in said
+    assert "arm 1 of" in said
+    assert "arm 2 of" not in said
+
+
+def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
+    path = tmp_path / "arm.json"
+
+    def record(*keys, commit="1"):
+        runner._record(path, {"arm": "a", "readings": dict.fromkeys(keys, 0), "environment": {"commit": commit}})
+
+    kept = lambda: set(json.loads(path.read_text())["readings"])  # noqa: E731
+    record("one")
+    assert kept() == {"one"}
+    record("one", "two")
+    assert kept() == {"one", "two"}
+    record("three", commit="2")  # trained again elsewhere, and not read in full yet
+    assert kept() == {"one", "two"}
+    assert not (tmp_path / "earlier").exists()
+    for _ in range(2):  # what the first training gave is put aside, once
+        record("one", "two", "three", commit="2")
+        assert kept() == {"one", "two", "three"}
+        (before,) = (tmp_path / "earlier").iterdir()
+    assert before.name == "arm-1.json"
+    assert json.loads(before.read_text())["environment"] == {"commit": "1"}
+    record("one", "two", "three", commit="3")
+    assert {p.name for p in (tmp_path / "earlier").iterdir()} == {"arm-1.json", "arm-2.json"}
