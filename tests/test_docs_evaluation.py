@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lssar.cli import main
-from lssar.commands.evaluate import Evaluate
+from lssar.cli import Evaluate, main
 from lssar.commands.train import Train
 from tests.evaluation.test_downstream import write_examples
 

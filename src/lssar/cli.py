@@ -13,17 +13,17 @@ COMMANDS: dict[str, str] = {
     "demo": "lssar.commands.demo:Demo",
     "rows": "lssar.commands.demo:RowsDemo",
     "train": "lssar.commands.train:Train",
-    "data": "lssar.data.command:DataCommand",
-    "eval": "lssar.commands.evaluate:Evaluate",
-    "diagnose": "lssar.commands.evaluate:Diagnose",
-    "generate": "lssar.commands.evaluate:Generate",
-    "plot": "lssar.commands.evaluate:Plot",
+    "data": "lssar.commands.data:DataCommand",
+    "eval": "lssar.cli:Evaluate",
+    "diagnose": "lssar.commands.diagnose:Diagnose",
+    "generate": "lssar.commands.generate:Generate",
+    "plot": "lssar.commands.plot:Plot",
     "reproduce": "lssar.commands.reproduce:Reproduce",
     "export": "lssar.commands.export:Export",
     "newton": "lssar.commands.newton:Newton",
     "bench": "lssar.commands.bench:Bench",
     "tune": "lssar.commands.bench:Tune",
-    "specs": "lssar.commands.bench:Specs",
+    "specs": "lssar.commands.specs:Specs",
 }
 """Where each command is; imported when asked for, so that one command's extras are no other's."""
 
@@ -32,8 +32,30 @@ MENDABLE = (ValueError, OSError, ImportError)
 """Errors that say what a user can do; anything else is ours, and shows where it came from."""
 
 
+EVALUATIONS = {
+    "length": "lssar.commands.eval_length:Length",
+    "retrieval": "lssar.commands.eval_retrieval:Retrieval",
+    "downstream": "lssar.commands.eval_downstream:Downstream",
+}
+
+
+class Evaluate:
+    """Evaluate runs: `lssar eval length | retrieval | downstream RUN...`."""
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Any:
+        if not arguments or arguments[0] not in EVALUATIONS:
+            raise ValueError(f"`lssar eval` wants one of: {', '.join(EVALUATIONS)}")
+        kind, *rest = arguments
+        return tyro.cli(imported(EVALUATIONS[kind]), prog=f"lssar eval {kind}", args=rest)
+
+
 def load(name: str) -> Any:
-    module, _, attribute = COMMANDS[name].partition(":")
+    return imported(COMMANDS[name])
+
+
+def imported(place: str) -> Any:
+    module, _, attribute = place.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lssar.cli import main
-from lssar.data.retrieval import TASKS, TaskMaker
+from lssar.data.tasks import TASKS, TaskMaker
 from lssar.data.tokenizers import load_tokenizer
 from lssar.evaluation.retrieval import evaluate_retrieval, samples_of, wilson
 from lssar.model import GPT, ModelConfig

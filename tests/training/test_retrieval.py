@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lssar.data.retrieval import TaskMaker
 from lssar.data.shards import write_shard
+from lssar.data.tasks import TaskMaker
 from lssar.data.tokenizers import load_tokenizer
 from lssar.evaluation.retrieval import evaluate_retrieval
 from lssar.training import recipe, train

@@ -1,4 +1,4 @@
-"""`lssar bench` and `lssar specs`."""
+"""`lssar bench` and `lssar tune`."""
 
 from __future__ import annotations
 
@@ -124,17 +124,6 @@ class Tune:
                 for key, tile in found.items():
                     console.print(f"{key[0]}, head size {size}, {dtype}: {tile}", highlight=False)
         say_where([path])
-
-
-@dataclass
-class Specs:
-    """The mechanisms by name, with the fields that make them."""
-
-    def run(self) -> None:
-        from lssar.specs import spec, specs
-
-        for name in specs():
-            console.print(repr(spec(name)), highlight=False)
 
 
 def _case(kind: Any, row: dict[str, Any]) -> Any:

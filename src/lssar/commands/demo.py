@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from lssar.commands.common import console, progress, say_where
+from lssar.commands.common import TrainingLine, console, held_out_folder, length_table, progress, say_where
 from lssar.records import command_line, environment, write_json
 
 
@@ -36,8 +36,6 @@ class Demo:
     """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
 
     def run(self) -> None:
-        from lssar.commands.evaluate import held_out_folder, length_table
-        from lssar.commands.train import TrainingLine
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
         from lssar.plots import plot_length
         from lssar.training import recipe, train

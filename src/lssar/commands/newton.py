@@ -9,17 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import console, say_where
+from lssar.commands.common import DEVICE, console, say_where
 from lssar.records import command_line, environment, write_json
 
 if TYPE_CHECKING:
     from lssar.experiments.newton.families import Family
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass

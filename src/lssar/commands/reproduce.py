@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from lssar.commands.common import console, say_where
+from lssar.commands.common import TrainingLine, console, say_where
 from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
 from lssar.experiments.arms import ScaleName
 
@@ -167,7 +167,5 @@ def required(wanted: list[Any], scale: Scale) -> dict[str, tuple[str, ...]]:
 @contextlib.contextmanager
 def watch(arm: Arm) -> Iterator[Any]:
     """A live line of progress on a terminal."""
-    from lssar.commands.train import TrainingLine
-
     with TrainingLine(arm.recipe.steps, arm.name) as line:
         yield line.report

@@ -6,11 +6,10 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 
-from lssar.commands.common import console
+from lssar.commands.common import TrainingLine, console
 from lssar.training.recipes import RECIPES, Recipe
 
 
@@ -57,38 +56,3 @@ class Train:
             done = "finished" if last["step"] >= self.recipe.steps else "stopped; the same command goes on"
             shown = {key: last[key] for key in ("step", "loss", "val_loss", "tokens") if key in last}
             console.print(f"{done}: {shown}; metrics: {self.out / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
-
-
-class TrainingLine:
-    """A live line of progress: loss, speed, utilisation, time left. On no terminal, a line for every twentieth."""
-
-    def __init__(self, steps: int, label: str):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.steps, self.label = steps, label
-        self.live = Console(stderr=True).is_terminal
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=Console(stderr=True), transient=True,
-            disable=not self.live,
-        )  # fmt: skip
-        self.task = self.bar.add_task(label, total=steps, note="")
-
-    def __enter__(self) -> TrainingLine:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.stop()
-
-    def report(self, row: dict[str, Any]) -> None:
-        note = f"loss {row['loss']:.3f}  {row['tokens_per_s'] / 1e3:.1f}K tokens/s"
-        if "mfu" in row:
-            note += f"  MFU {100 * row['mfu']:.0f}%"
-        if "val_loss" in row:
-            note += f"  held-out {row['val_loss']:.3f}"
-        self.bar.update(self.task, completed=row["step"], note=note)
-        step = row["step"]
-        if not self.live and (step == self.steps or step * 20 // self.steps != (step - 1) * 20 // self.steps):
-            print(f"{self.label} {step}/{self.steps} {note} {row['seconds_left']:.0f}s left", flush=True)

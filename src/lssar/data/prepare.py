@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from lssar.data.readers import Document, Reading, Undecodable, Unit, find_units
 from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for, naming
-from lssar.data.sources import Document, Reading, Undecodable, Unit, find_units
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
 from lssar.records import environment, write_json

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from lssar.data.sources import Document
+from lssar.data.readers import Document
 from lssar.data.tokenizers import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 18  # of text in one task of a worker

@@ -1,4 +1,4 @@
-"""Are far tokens found? Samples of `lssar.data.retrieval`, read through the model's cache and scored in two ways.
+"""Are far tokens found? Samples of `lssar.data.tasks`, read through the model's cache and scored in two ways.
 
   greedy  the answer is decoded token by token and has to be the right one, whole
   choice  the right answer has to be likelier than every wrong one (others of the same context, or random numbers)
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lssar.data.retrieval import TASKS, Query, Sample, TaskMaker
+from lssar.data.tasks import TASKS, Query, Sample, TaskMaker
 from lssar.model import GPT, Cache
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lssar.data.retrieval import TaskMaker, background_of
 from lssar.data.stream import TokenStream
+from lssar.data.tasks import TaskMaker, background_of
 from lssar.evaluation.downstream import evaluate_benchmark, find_file, read_documents
 from lssar.evaluation.length import evaluate_length, held_out_documents, held_out_shards, pieces_of
 from lssar.evaluation.overflow import DTYPES, model_overflow

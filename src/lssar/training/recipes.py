@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lssar.configs import check_fields
-from lssar.data.retrieval import TASKS
+from lssar.data.tasks import TASKS
 from lssar.model import ModelConfig, model_config
 from lssar.specs import spec
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from lssar.data.batches import Ahead, TokenBatches
-from lssar.data.retrieval import TaskMaker, TrainingDocuments, background_of
 from lssar.data.shards import write_shard
 from lssar.data.stream import TokenStream
 from lssar.data.synthetic import python_stdlib_text
+from lssar.data.tasks import TaskMaker, TrainingDocuments, background_of
 from lssar.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_dict
 from lssar.training.distributed import World
 from lssar.training.recipes import Recipe

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tyro
 
-from lssar.data.command import DataCommand
+from lssar.commands.data import DataCommand
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
 

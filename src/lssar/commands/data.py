@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from lssar.data.decode import decode_shards, decoded, summary, tokenizer_of
 from lssar.data.prepare import Settings, Status, prepare
+from lssar.data.readers import Undecodable
 from lssar.data.shards import Shard, open_shard
-from lssar.data.sources import Undecodable
 from lssar.data.stream import find_shards
 from lssar.data.tokenizers import Tokenizer, load_tokenizer
 

@@ -12,9 +12,8 @@ import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import arm_label, begin_figures, console, progress, say_where
-from lssar.commands.evaluate import DEVICE, held_out_folder
-from lssar.data.retrieval import TASKS
+from lssar.commands.common import DEVICE, arm_label, begin_figures, console, held_out_folder, progress, say_where
+from lssar.data.tasks import TASKS
 from lssar.evaluation.retrieval import DEPTHS
 from lssar.records import command_line, environment, write_json
 
@@ -128,8 +127,8 @@ class Retrieval:
                     yield task, train_length * multiple
 
     def _maker(self, folder: Path, recipe: Any) -> Any:
-        from lssar.data.retrieval import TaskMaker, background_of
         from lssar.data.stream import TokenStream
+        from lssar.data.tasks import TaskMaker, background_of
         from lssar.data.tokenizers import load_tokenizer
         from lssar.evaluation.length import held_out_shards
         from lssar.training.sources import data_folder, tokenizer_of

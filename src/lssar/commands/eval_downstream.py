@@ -15,8 +15,7 @@ import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import arm_label, begin_figures, console, progress, say_where
-from lssar.commands.evaluate import DEVICE
+from lssar.commands.common import DEVICE, arm_label, begin_figures, console, progress, say_where
 from lssar.evaluation.downstream import (
     BENCHMARKS,
     RULER,

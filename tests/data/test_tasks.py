@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lssar.data.batches import TokenBatches
-from lssar.data.retrieval import ITEMS, NEEDLES, PAIRS, TASKS, TaskMaker, TrainingDocuments, background_of
 from lssar.data.shards import write_shard
 from lssar.data.stream import TokenStream
+from lssar.data.tasks import ITEMS, NEEDLES, PAIRS, TASKS, TaskMaker, TrainingDocuments, background_of
 from lssar.data.tokenizers import JsonTokenizer, load_tokenizer
 from lssar.ops.loss import IGNORE
 

@@ -1,0 +1,43 @@
+"""`lssar plot`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from lssar.commands.common import draw, say_where
+
+
+@dataclass
+class Plot:
+    """Draw JSON files of `lssar eval length`, `lssar demo` or `lssar eval retrieval` in one figure: some may be made
+    elsewhere, or later. Of a run whose retrieval was read at several steps the last is drawn."""
+
+    files: tyro.conf.Positional[list[Path]]
+    out: Path | None = None
+    """Path without suffix for the .png and .svg; beside the first JSON, if not given."""
+    overwrite: bool = False
+
+    def run(self) -> None:
+        from lssar.plots import plot_length, plot_retrieval
+
+        if not self.files:
+            raise ValueError("which JSON files? See `lssar plot --help`")
+        results = [json.loads(file.read_text()) for file in self.files]
+        kind = "arms" if "arms" in results[0] else "curves"
+        for file, result in zip(self.files, results):
+            if kind not in result:
+                what = {"arms": "figures of retrieval", "curves": "curves of loss by length"}[kind]
+                raise ValueError(f"{file} holds no {what}")
+        drawn = [entry for result in results for entry in result[kind]]
+        plot: Callable[..., Path] = plot_length
+        if kind == "arms":
+            plot = plot_retrieval
+            in_order = sorted(drawn, key=lambda arm: arm["step"])
+            last = {(arm["run"], arm["ntk"], arm["window"]): arm for arm in in_order}
+            drawn = [arm for arm in drawn if arm is last[arm["run"], arm["ntk"], arm["window"]]]
+        say_where(draw(plot, {kind: drawn}, self.out or self.files[0], self.overwrite))
