@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-rows test test-slow lint bench clean
+.PHONY: demo demo-rows test test-slow test-portable lint bench clean
 
 # Minutes: three small models trained at length 128 and read at up to 16 times that.
 demo: $(READY)
@@ -19,6 +19,10 @@ test: $(READY) lint
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+
+# The numeric tests under other instruction sets and other seeds.
+test-portable: $(READY)
+	$(BIN)/python -m tests.portable
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -15,4 +15,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    from tests.helpers import shifted_seed
+
+    torch.manual_seed(shifted_seed(0))

@@ -16,6 +16,18 @@ import lssar
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 
+TEST_SEED = int(os.environ.get("LSSAR_TEST_SEED", "0"))
+
+
+def shifted_seed(seed: int) -> int:
+    """The seed of a test's random numbers; LSSAR_TEST_SEED gives every test others."""
+    return seed + 1_000_003 * TEST_SEED
+
+
+def seeded(seed: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(shifted_seed(seed))
+
+
 REWEIGHTED = {
     "softmax p=3": lssar.spec("softmax").reweighted(3),
     "sigmoid_n_l1 p=15": lssar.spec("sigmoid_n_l1").reweighted(15),
@@ -38,7 +50,7 @@ def qkv(B=2, Hq=4, Hkv=2, Lq=19, Lk=19, D=6, Dv=None, dtype=torch.float64, grad=
 
 def views(B: int, Hq: int, L: int) -> dict[str, dict]:
     """Ways to say what a row may see, for self-attention of length L (the pack needs B = 1)."""
-    mask = torch.rand(B, Hq, L, L, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask = torch.rand(B, Hq, L, L, generator=seeded(1)) > 0.4
     mask[..., 2, :] = False  # a row that sees nothing
     ranges = torch.stack([torch.arange(L) // 3, torch.arange(L) // 2 + 1], -1).repeat(B, 1, 1)
     ranges[-1, 1] = torch.tensor([2, 1])  # nothing again
@@ -98,7 +110,7 @@ def eager_runs(
     """
     run = lambda inputs, dtype: with_gradients(lambda *x: eager(*x, spec, dtype, **view), inputs, do)  # noqa: E731
     yield run(inputs, dtype)
-    generator = torch.Generator(do.device).manual_seed(0)  # its own: what a test draws next does not depend on luck
+    generator = seeded(0, do.device)  # its own: what a test draws next does not depend on luck
     for _ in range(8 if dtype == inputs[0].dtype == torch.float32 else 0):
         moved = tuple(one_rounding_away(x, generator) for x in inputs)
         pairs = zip(run(moved, dtype), run(moved, torch.float64), exact)

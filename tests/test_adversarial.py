@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lssar
-from tests.helpers import assert_within_twice_eager, eager, eager_runs, with_gradients
+from tests.helpers import assert_within_twice_eager, eager, eager_runs, seeded, with_gradients
 
 ROWS = 10_000
 NORMS = {  # what the dtype can hold
@@ -46,7 +46,7 @@ def scene(kind: str, n: int, d: int, generator: torch.Generator):
 
 def batches(rows: int):
     """(kind, keys, queries, p): many short contexts, some of 64K; queries are the last rows, so n differs by row."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     kinds = itertools.cycle(["needle", "equal", "anti-aligned", "nearly anti-aligned", "random"])
     powers = itertools.cycle([1, 15, 1.5, 3, 64, 7, 31])
     sizes = itertools.cycle([4, 1024, 64, 4096, 33, 1024, 2048, 5, 257, 1024, 1, 16384])
@@ -100,7 +100,7 @@ def test_every_spec_stays_finite_at_the_ends_of_the_range(name, dtype, impl):
     """Largest and smallest magnitudes of the dtype in q, k and v, with signs that make inf - inf of a plain product."""
     info = torch.finfo(dtype)
     sizes = [0.0, info.tiny, 1.0, info.max]
-    signs = torch.sign(torch.randn(3, 1, 2, 6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    signs = torch.sign(torch.randn(3, 1, 2, 6, 4, generator=seeded(3), dtype=torch.float64))
     for sq, sk, sv in itertools.product(sizes, sizes, sizes):
         q, k, v = ((s * size).to(dtype) for s, size in zip(signs, (sq, sk, sv)))
         outputs = with_gradients(lambda *x: lssar.attention(*x, name, impl=impl), (q, k, v), torch.ones(1, 2, 6, 4))

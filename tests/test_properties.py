@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lssar
-from tests.helpers import ALL_SPECS
+from tests.helpers import ALL_SPECS, seeded
 
 POSITIVE_L1 = ["softmax", "l1_sigmoid", "l1_softplus", "sigmoid_n_l1", "lssa", "lssar", "cosine_softmax", "ssmax",
                "softmax p=3", "sigmoid_n_l1 p=15", "lssar p=1", "lssar p=2.5"]  # fmt: skip
@@ -22,7 +22,7 @@ def inputs(draw, batch=1, low=1):
     length = draw(st.integers(low, 24))
     d = draw(st.integers(1, 9))
     heads, groups = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    generator = seeded(draw(st.integers(0, 2**31)))
     size = 10.0 ** draw(st.integers(-2, 1))
     q = torch.randn(batch, heads * groups, length, d, generator=generator, dtype=torch.float64) * size
     k, v = (torch.randn(batch, heads, length, d, generator=generator, dtype=torch.float64) for _ in range(2))

@@ -9,7 +9,7 @@ import lssar
 from lssar.ops.fused import fused_attention, fused_decode, why_not
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
-from tests.helpers import eager, eager_runs, with_gradients
+from tests.helpers import eager, eager_runs, seeded, with_gradients
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -26,7 +26,7 @@ def spec_of(p):
 
 
 def tensors(B=1, Hq=2, Hkv=1, Lq=70, Lk=None, D=32, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     shapes = (B, Hq, Lq, D), (B, Hkv, Lk or Lq, D), (B, Hkv, Lk or Lq, D), (B, Hq, Lq, D)
     return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
 
@@ -430,7 +430,7 @@ def test_gpu_more_elements_than_32_bits_count():
     shape = (1, 129, 2**17, 128)
     if torch.cuda.mem_get_info()[0] < 64 * 2**30:
         pytest.skip("needs 64 GiB of free memory")
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    generator = seeded(0, DEVICE)
     q, k, v, do = (torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     assert q.numel() > 2**31
     call = lambda *x: fused_attention(*x, p=15, causal=True, window=200)  # noqa: E731

@@ -10,6 +10,7 @@ from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 
 pytest.importorskip("triton")
 from lssar.ops.fused.loss import BLOCK, loss_op
+from tests.helpers import seeded
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -18,7 +19,7 @@ SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-24}
 
 
 def case(rows, vocab, width, dtype=torch.float16, scale=3.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     logits = (scale * torch.randn(rows, width, generator=generator)).to(dtype).to(DEVICE)
     targets = torch.randint(vocab, (rows,), generator=generator).to(DEVICE)
     return logits.requires_grad_(), targets

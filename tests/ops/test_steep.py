@@ -13,6 +13,7 @@ from lssar.ops.fused.steep import (  # noqa: E402
     root_and_sigmoid,
     softplus_pairs,
 )
+from tests.helpers import seeded  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOPE = 2.0**-10
@@ -58,7 +59,7 @@ def test_short_forms():
 
 @pytest.mark.parametrize("deviation", [2.0, 4.0, 6.0, 10.0])
 def test_the_mean_in_half_arithmetic(deviation):
-    x = torch.randn(16, 2048, generator=torch.Generator().manual_seed(0)) * deviation
+    x = torch.randn(16, 2048, generator=seeded(0)) * deviation
     assert abs((forms(x)[0] - softplus(x)).mean()) < 3e-4
 
 
@@ -77,7 +78,7 @@ def test_the_mean_in_half_arithmetic(deviation):
 def test_weights_of_random_rows(n, d, p):
     """Cosines of random vectors: all rows are steep, and both forms together change the weights by 5e-5 at most."""
     size = 1 << (n - 1).bit_length()
-    x = torch.randn(16, size, generator=torch.Generator().manual_seed(1)) * (np.log(d) * np.log2(n) / d**0.5)
+    x = torch.randn(16, size, generator=seeded(1)) * (np.log(d) * np.log2(n) / d**0.5)
     rough, short, _ = forms(x)
     exact, rough, short = softplus(x)[:, :n], rough[:, :n], short[:, :n]
     tau, largest = exact.mean(1, keepdim=True), exact.amax(1, keepdim=True)
