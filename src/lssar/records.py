@@ -107,6 +107,20 @@ def write_json(path: Path, value: Any, overwrite: bool = False) -> Path:
     return write_file(path, lambda p: p.write_text(text), overwrite)
 
 
+def read_json(path: Path, kind: type | None = None) -> Any:
+    """The value in a JSON file; a ValueError that names the file if it is damaged or is not of the type `kind`."""
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise ValueError(f"{path}: not valid JSON ({error}); the file is damaged") from error
+    if kind is not None and not isinstance(value, kind):
+        raise ValueError(f"{path}: expected a JSON {_JSON_NAMES[kind]}, found {type(value).__name__}")
+    return value
+
+
+_JSON_NAMES = {dict: "object", list: "array"}
+
+
 def write_csv(path: Path, rows: Iterable[dict[str, Any]], overwrite: bool = False) -> Path:
     rows = list(rows)
     out = io.StringIO()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lssar.data.batches import TokenBatches
-from lssar.data.decode import decode_shards, decoded, tokenizer_of
+from lssar.data.decode import decode_shards, decoded, manifest_tokenizer
 from lssar.data.shards import open_shard
 from lssar.data.stream import TokenStream
 from lssar.data.tokenizers import Gpt2Tokenizer
@@ -47,7 +47,7 @@ def test_every_kind_of_source(tmp_path, kind):
     assert manifest["tokenizer"] == {"kind": "bytes"} and manifest["eot"] == 256
     assert manifest["settings"]["shard_tokens"] == 50 and manifest["environment"]["python"]
     assert {path.name for path in out.iterdir()} == {"manifest.json", *manifest["splits"]["train"]["shards"]}
-    assert list(decoded(out, tokenizer_of(out))) == TEXTS
+    assert list(decoded(out, manifest_tokenizer(out))) == TEXTS
 
 
 def test_a_dataset_by_name(tmp_path, monkeypatch):

@@ -77,12 +77,12 @@ def test_a_tiny_model_learns_the_passkey(tmp_path):
 def test_ranks_beside_the_shards_need_no_network(tmp_path):
     import base64
 
-    from lssar.training.sources import tokenizer_of
+    from lssar.data.folder import DataFolder
 
-    assert tokenizer_of(tmp_path, 257).name == "bytes"
-    assert tokenizer_of(tmp_path, 50257).file is None  # tiktoken's own, downloaded when it is first used
+    assert DataFolder(tmp_path, 257).tokenizer().name == "bytes"
+    assert DataFolder(tmp_path, 50257).tokenizer().file is None  # tiktoken's own, downloaded when it is first used
     lines = (base64.b64encode(rank.to_bytes(1 + (rank > 255) * 2)).decode() + f" {rank}\n" for rank in range(50256))
     (tmp_path / "gpt2.tiktoken").write_text("".join(lines))
-    assert tokenizer_of(tmp_path, 50257).file == tmp_path / "gpt2.tiktoken"
-    (tmp_path / "manifest.json").write_text('{"tokenizer": {"kind": "gpt2"}}')
-    assert tokenizer_of(tmp_path, 50257).file == tmp_path / "gpt2.tiktoken"
+    assert DataFolder(tmp_path, 50257).tokenizer().file == tmp_path / "gpt2.tiktoken"
+    (tmp_path / "manifest.json").write_text('{"vocab_size": 50257, "eot": 50256, "tokenizer": {"kind": "gpt2"}}')
+    assert DataFolder(tmp_path, 50257).tokenizer().file == tmp_path / "gpt2.tiktoken"

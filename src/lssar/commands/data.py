@@ -14,7 +14,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lssar.data.decode import decode_shards, decoded, summary, tokenizer_of
+from lssar.data.decode import decode_shards, decoded, manifest_tokenizer, summary
 from lssar.data.prepare import Settings, Status, prepare
 from lssar.data.readers import Undecodable
 from lssar.data.shards import Shard, open_shard
@@ -210,7 +210,7 @@ class _Report:
 
 
 def _tokenizer(shards: list[str], name: str | None, eot: str | None) -> Tokenizer | None:
-    return load_tokenizer(name, eot) if name is not None else tokenizer_of(shards)
+    return load_tokenizer(name, eot) if name is not None else manifest_tokenizer(shards)
 
 
 def _files(path: Path) -> list[Path]:

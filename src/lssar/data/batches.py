@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lssar.data.shards import check_ids
 from lssar.data.stream import Shards, TokenStream
-from lssar.ops.loss import IGNORE
 
+IGNORE = torch.nn.CrossEntropyLoss().ignore_index
+"""Target of positions that have nothing to predict: PyTorch's own value."""
 _ROUNDS = 6
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lssar.data.prepare import MANIFEST
+from lssar.data.folder import DataFolder
 from lssar.data.shards import Shard, naming
 from lssar.data.stream import DocumentReader, Shards, find_shards
-from lssar.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_from_dict
+from lssar.data.tokenizers import END_OF_TEXT, Tokenizer
 from lssar.records import write_file
 
 
@@ -42,12 +42,10 @@ def decode_shards(
         return write_file(out, fill, overwrite)
 
 
-def tokenizer_of(shards: Shards) -> Tokenizer | None:
+def manifest_tokenizer(shards: Shards) -> Tokenizer | None:
     """The tokenizer that the manifest beside the shards names; None without a manifest."""
-    folder = find_shards(shards)[0].parent
-    if not (folder / MANIFEST).exists():
-        return None
-    return tokenizer_from_dict(json.loads((folder / MANIFEST).read_text())["tokenizer"], folder)
+    folder = DataFolder(find_shards(shards)[0].parent)
+    return folder.tokenizer() if folder.manifest is not None else None
 
 
 def summary(shard: Shard, eot: int | None) -> dict[str, int]:

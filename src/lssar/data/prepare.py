@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from lssar.data.folder import MANIFEST
 from lssar.data.readers import Document, Reading, Undecodable, Unit, find_units
 from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for, naming
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
 from lssar.records import environment, write_json
 
-MANIFEST = "manifest.json"
 _SAFE_POINT_SECONDS = 10.0
 _FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
 

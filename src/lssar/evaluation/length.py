@@ -18,23 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lssar.data.folder import DataFolder
 from lssar.data.stream import DocumentReader
 from lssar.model import GPT
-from lssar.training.sources import eot_of
 
 LAST_TOKENS = 256
 
 
 def held_out_shards(folder: Path) -> list[Path]:
-    shards = sorted(folder.glob("*val*.bin"))
-    if not shards:
-        raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(folder)!r}; give --data FOLDER")
-    return shards
+    return DataFolder(folder).held_out_shards()
 
 
 def held_out_documents(folder: Path, vocab_size: int, at_least: int) -> list[np.ndarray]:
     """Documents of at least so many tokens from the held-out shards of a folder."""
-    documents = list(DocumentReader(held_out_shards(folder), eot=eot_of(folder, vocab_size), min_tokens=at_least))
+    data = DataFolder(folder, vocab_size)
+    documents = list(DocumentReader(data.held_out_shards(), eot=data.eot, min_tokens=at_least))
     if not documents:
         raise ValueError(f"no held-out document in {str(folder)!r} has {at_least:,} tokens; ask for shorter lengths")
     return documents

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from lssar.training.distributed import World
+from lssar.training.distributed import Processes
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SEPARATOR = "/"
@@ -35,7 +35,7 @@ def save(
     model: nn.Module,
     optimisers: list[torch.optim.Optimizer],
     state: dict[str, Any],
-    w: World,
+    w: Processes,
     keep: int,
 ) -> Path:
     """Write the checkpoint of `step`; `state` is plain values. Every process must call it."""

@@ -18,7 +18,7 @@ from lssar.training.recipes import Parallel
 
 
 @dataclass(frozen=True)
-class World:
+class Processes:
     rank: int
     size: int
     device: torch.device
@@ -43,23 +43,23 @@ class World:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[World]:
+def world() -> Iterator[Processes]:
     """The world that `torchrun` set up, or a world of one."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
-        yield World(0, 1, device)
+        yield Processes(0, 1, device)
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        yield Processes(dist.get_rank(), dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
 
 
-def distribute(model: GPT, parallel: Parallel, w: World) -> nn.Module:
+def distribute(model: GPT, parallel: Parallel, w: Processes) -> nn.Module:
     """The module to call in training: the model itself, or DDP around it, or the model sharded in place (FSDP2)."""
     if w.size == 1:
         return model

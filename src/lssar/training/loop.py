@@ -17,7 +17,7 @@ from lssar.data.batches import TokenBatches
 from lssar.model import GPT
 from lssar.records import environment, write_json
 from lssar.training import checkpoints
-from lssar.training.distributed import World, distribute, gradient_sync, world
+from lssar.training.distributed import Processes, distribute, gradient_sync, world
 from lssar.training.metrics import Metrics, SpikeDetector, flops_per_token, peak_flops
 from lssar.training.optimisers import make_optimisers
 from lssar.training.recipes import Recipe, learning_rate
@@ -111,7 +111,7 @@ def train(
         return row
 
 
-def _claim(run: Path, recipe: Recipe, w: World) -> None:
+def _claim(run: Path, recipe: Recipe, w: Processes) -> None:
     """A folder holds one run: its recipe is written once, and a different one is refused."""
     path = run / "config.json"
     if path.exists():
@@ -148,7 +148,7 @@ def load_run(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Recipe
     return model.to(device).eval(), recipe, int(found.name.removeprefix("step-"))
 
 
-def _forward(module: nn.Module, recipe: Recipe, w: World) -> Callable[[Any], torch.Tensor]:
+def _forward(module: nn.Module, recipe: Recipe, w: Processes) -> Callable[[Any], torch.Tensor]:
     def loss(batch: Any) -> torch.Tensor:
         move = {"device": w.device, "non_blocking": True}
         inputs, targets = batch.inputs.to(**move), batch.targets.to(**move)
@@ -159,7 +159,7 @@ def _forward(module: nn.Module, recipe: Recipe, w: World) -> Callable[[Any], tor
     return loss
 
 
-def _validate(data: TokenBatches, forward: Callable, recipe: Recipe, w: World) -> float:
+def _validate(data: TokenBatches, forward: Callable, recipe: Recipe, w: Processes) -> float:
     """Mean loss over the next batches of the held-out shards."""
     batches = iter(data)
     # With gradients the compiled graph of training serves; without them another would be compiled, which takes longer
@@ -172,7 +172,7 @@ def _validate(data: TokenBatches, forward: Callable, recipe: Recipe, w: World) -
 class _Speed:
     """Tokens a second and model FLOPs utilisation since the last row, pauses left out."""
 
-    def __init__(self, recipe: Recipe, model: GPT, w: World):
+    def __init__(self, recipe: Recipe, model: GPT, w: Processes):
         self.recipe, self.flops, self.peak, self.size = (
             recipe,
             flops_per_token(model, recipe.length),

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from lssar.configs import check_fields
 from lssar.data.tasks import TASKS
 from lssar.model import ModelConfig, model_config
+from lssar.records import read_json
 from lssar.specs import spec
+
+CONFIG = "config.json"
+"""Of a run folder: recipe, model and environment."""
 
 Schedule = Literal["cosine", "wsd", "constant"]
 Optimiser = Literal["adamw", "muon"]
@@ -170,6 +175,20 @@ def recipe(name: str, **changes: Any) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
     return RECIPES[name].replace(**changes)
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe that a run folder was trained with."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} is no run folder: it has no {CONFIG}")
+    fields = read_json(path, dict).get("recipe")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: no recipe in it; not the {CONFIG} of a run, or damaged")
+    try:
+        return Recipe.from_dict(fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def learning_rate(r: Recipe, step: int) -> float:

@@ -39,7 +39,7 @@ from lssar.experiments.newton.training import (
 from lssar.records import environment, write_file, write_json
 from lssar.specs import parse_spec
 from lssar.training import checkpoints
-from lssar.training.distributed import World as Processes
+from lssar.training.distributed import Processes
 
 DRAWN = 6
 """Test systems whose forces are kept all along their orbits, for the drawing."""
