@@ -55,7 +55,6 @@ JOBS = (
     Job("host", "benchmarks/fused_lab.py host", 60),
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
-    Job("step-without-loss-kernels", "benchmarks/training_step.py books-51m lssar", 60, {"LSSAR_LOSS": "0"}),
     tests("fused", 400, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py'),
     tests("model", 200, "-m gpu tests/test_model.py tests/ops/test_compiled_strips.py"),
     tests("activations", 300, "-m gpu tests/ops/test_activations.py"),

@@ -1,56 +1,10 @@
-"""benchmarks/gpu.py: its jobs are the commands that made the committed figures, and it goes on where it ended."""
+"""The queue of benchmarks/gpu.py: jobs that ended well are not repeated, others say how they ended."""
 
 import dataclasses
-import json
-import shlex
 import sys
-from pathlib import Path
 
 import pytest
-import tyro
 from benchmarks import gpu
-
-ROOT = Path(__file__).parent.parent
-
-
-def words_of(command: str) -> list[str]:
-    """Of `lssar bench`, without where the result goes."""
-    words = [word for word in shlex.split(command) if word != "--overwrite"]
-    at = words.index("--out")
-    return words[:at] + words[at + 2 :]
-
-
-def test_tables_are_made_by_the_commands_that_made_the_committed_ones():
-    found = 0
-    for job in gpu.JOBS:
-        words = shlex.split(job.words)
-        if words[:3] == ["-m", "lssar.cli", "bench"]:
-            committed = ROOT / f"benchmarks/results/h200-{job.name}.json"
-            command = json.loads(committed.read_text())["command"].removeprefix("lssar ")
-            assert words_of(shlex.join(words[2:])) == words_of(command), job.name
-            found += 1
-        else:
-            files = [word for word in words if word.startswith(("benchmarks/", "tests/"))]
-            assert files and all((ROOT / file).exists() for file in files), job.name
-    assert found == len(list(ROOT.glob("benchmarks/results/h200-*.json")))
-    assert len({job.name for job in gpu.JOBS}) == len(gpu.JOBS)
-
-
-def test_every_test_that_wants_a_gpu_is_asked():
-    asked = [word for job in gpu.JOBS for word in shlex.split(job.words) if word.startswith("tests/")]
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu\n" in path.read_text()]
-    for path in marked:
-        assert any(path.relative_to(ROOT).is_relative_to(word) for word in asked), path
-    assert len(marked) > 5
-
-
-def test_jobs_of_tables_are_understood():
-    from lssar.commands.bench import Bench
-
-    for job in gpu.JOBS:
-        if "lssar.cli bench" in job.words:
-            parsed = tyro.cli(Bench, args=shlex.split(job.words)[3:])
-            assert parsed.device == "cuda" and parsed.overwrite
 
 
 def test_what_is_done_is_not_run_again(tmp_path, monkeypatch, capsys):

@@ -94,7 +94,7 @@ def attention(
         obstacle = fused.why_not(
             q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
         )
-        if obstacle is None and (impl == "fused" or fused.used_by_auto(spec)):
+        if obstacle is None:
             view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
             if not fused.is_lssa(spec):
                 return fused.activation_attention(q, k, v, spec, **view)

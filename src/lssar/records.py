@@ -53,12 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree this runs from, marked when files differ from it; None outside a checkout.
-
-    LSSAR_COMMIT says it for a copy of the tree whose history is missing or not its own.
-    """
-    if told := os.environ.get("LSSAR_COMMIT"):
-        return told
+    """The commit of the source tree this runs from, marked when files differ from it; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*words: str) -> str:

@@ -70,12 +70,12 @@ def main() -> None:
         for stride in (1, 2, 16, 17, 24, 32, 33, 40, 48, 2**31 - 1, 2**31, 2**31 + 16)
         for length, share, block, warps in ((5, 0.5, 16, 1), (2**31, 0.25, 16, 1), (5, 0.5, 32, 2))
     ]
-    for again in (False, True, True):
-        launch.AGAIN = again
+    for cached in (False, True, True):
+        launch.CACHE_LAUNCHES = cached
         for y, stride, length, share, block, warps in calls:
             constants = {"BLOCK": block, "SCALE": 2.0, "num_warps": warps}
             launch.start_kernel(kernel, 3, (y, stride, length, share), constants)
-    print(json.dumps({"each": len(calls), "launched": LAUNCHED, "kept": len(launch._compiled)}))
+    print(json.dumps({"each": len(calls), "launched": LAUNCHED, "kept": len(launch.LAUNCH_CACHE)}))
 
 
 if __name__ == "__main__":

@@ -177,10 +177,6 @@ def test_which_mechanisms(monkeypatch):
     assert fused.why_not(*(x[..., :256] for x in large), lssar.spec("sigmoid")) is None
     with pytest.raises(ValueError, match="take no mask"):
         lssar.attention(q, k, v, "sigmoid", impl="fused", mask=torch.ones(19, 19, dtype=torch.bool, device=DEVICE))
-    monkeypatch.setattr(fused, "ACTIVATIONS_IN_AUTO", False)
-    assert [fused.used_by_auto(lssar.spec(name)) for name in ("lssar", "sigmoid")] == [True, False]
-    monkeypatch.setattr(fused, "ACTIVATIONS_IN_AUTO", True)
-    assert fused.used_by_auto(lssar.spec("sigmoid"))
     got = lssar.attention(q, k, v, "sigmoid", impl="fused")
     torch.testing.assert_close(got, lssar.attention(q, k, v, "sigmoid", impl="tiled"), rtol=1e-5, atol=1e-6)
 

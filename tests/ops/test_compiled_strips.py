@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lssar
+from lssar import switches
 from lssar.ops import compiled_strips, native, tiled
 from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, qkv, views, with_gradients
 
@@ -94,9 +95,9 @@ def test_only_where_it_pays(monkeypatch):
     monkeypatch.setattr(compiled_strips, "LARGE", q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] + 1)
     lssar.attention(q, k, v, "sigmoid_n", impl="tiled")
     monkeypatch.setattr(compiled_strips, "LARGE", 0)
-    monkeypatch.setenv("LSSAR_COMPILE", "0")
+    monkeypatch.setattr(switches, "COMPILE", False)
     lssar.attention(q, k, v, "sigmoid_n", impl="tiled")
-    monkeypatch.delenv("LSSAR_COMPILE")
+    monkeypatch.setattr(switches, "COMPILE", True)
     lssar.attention(q, k, v, "sigmoid_n", impl="tiled", mask=torch.ones(19, 19, dtype=torch.bool))
     assert not called
     lssar.attention(q, k, v, "sigmoid_n", impl="tiled", return_weights=True)

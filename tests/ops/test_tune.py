@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from lssar import switches
+
 pytest.importorskip("triton")
 
 
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 def tiles(tmp_path, monkeypatch):
     from lssar.ops.fused import tiles
 
-    monkeypatch.setenv("LSSAR_CACHE", str(tmp_path))
+    monkeypatch.setattr(switches, "CACHE", tmp_path)
     monkeypatch.setattr(tiles, "CHOSEN", {})
     tiles._load_stored.cache_clear()
     yield tiles

@@ -7,7 +7,6 @@ Compiling takes seconds for each mechanism, so only calls that are large enough 
 from __future__ import annotations
 
 import contextlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lssar import switches
 from lssar.ops import rows as row_math
 from lssar.ops.numerics import score_factor
 from lssar.specs import AttentionSpec
@@ -35,7 +35,7 @@ class CompilerFailed(Exception):
 
 
 def worthwhile(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
-    if _broken or mask is not None or q.device.type not in DEVICES or os.environ.get("LSSAR_COMPILE", "1") == "0":
+    if _broken or mask is not None or q.device.type not in DEVICES or not switches.COMPILE:
         return False
     return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] >= LARGE
 

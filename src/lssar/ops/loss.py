@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,11 +9,7 @@ from torch import Tensor
 from lssar.ops.fused import HAS_TRITON
 
 IGNORE = -100
-"""Target that counts for nothing; `cross_entropy`'s own default, and the kernels'."""
-
-
-FUSED = HAS_TRITON and os.environ.get("LSSAR_LOSS") != "0"
-"""LSSAR_LOSS=0 does without the kernels."""
+"""Targets with this value are ignored, as by `cross_entropy`'s default."""
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
@@ -43,4 +37,4 @@ def next_token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tenso
 
 
 def _fused(logits: Tensor) -> bool:
-    return FUSED and logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16)
+    return HAS_TRITON and logits.is_cuda and logits.dtype in (torch.bfloat16, torch.float16)

@@ -21,9 +21,8 @@ __all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
 LONGEST = 2**30
-# asked once: torch.compile cannot trace every one of these questions
+# Asked once: torch.compile cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-ACTIVATIONS_IN_AUTO = os.environ.get("LSSAR_ACTIVATIONS") != "0"
 
 
 def is_lssa(spec: Any) -> bool:
@@ -41,11 +40,6 @@ def is_lssa(spec: Any) -> bool:
 def is_activation(spec: Any) -> bool:
     """Whether weights are phi(s) over a divisor, re-weighted or not: see activations.py."""
     return spec.recentre == "none"
-
-
-def used_by_auto(spec: Any) -> bool:
-    """LSSAR_ACTIVATIONS=0 keeps the kernels for activations out of auto's hands."""
-    return is_lssa(spec) or ACTIVATIONS_IN_AUTO
 
 
 def why_not(

@@ -1,13 +1,12 @@
-"""Launching a kernel once more, with less Python.
+"""Kernel launches with less Python than Triton's own.
 
-At every launch Triton binds the arguments by name, asks each of them what to compile for, and looks the kernel up by
-the answers. With thirty arguments that takes the host longer than a short kernel runs. A launch whose arguments would
-answer as those of an earlier one did goes straight to the compiled kernel of that one.
+At every launch Triton binds the arguments by name, computes a specialisation key from each of them (dtype, alignment,
+divisibility) and looks up the compiled kernel. With thirty arguments this takes longer on the host than a short kernel
+runs on the GPU. `start_kernel` keeps its own cache with a cheaper key and calls the compiled kernel directly on a hit.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,24 +14,23 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-AGAIN = os.environ.get("LSSAR_LAUNCH") != "0" and torch.version.hip is None
-"""LSSAR_LAUNCH=0 leaves every launch to Triton. For AMD it compiles by the size of tensors too, not looked at here."""
-MOST = 4096
-"""Kinds of launches that are remembered."""
+CACHE_LAUNCHES = torch.version.hip is None
+"""False on AMD, where Triton also specialises on the sizes of tensors, which the key below does not contain."""
+LAUNCH_CACHE_SIZE = 4096
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""For a kind of launch: the compiled kernel, and its constants in the order of its arguments."""
+LAUNCH_CACHE: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""By specialisation key: the compiled kernel, and the values of its constexpr parameters in order."""
 
 
 def start_kernel(
     kernel: Any, programs: int | tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]
 ) -> None:
-    """kernel[programs](*arguments, **constants); constants include Triton's own, as num_warps."""
+    """kernel[programs](*arguments, **constants); constants include Triton's own options, such as num_warps."""
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
-    if not AGAIN or not isinstance(kernel, JITFunction):  # it is not where kernels are interpreted
+    if not CACHE_LAUNCHES or not isinstance(kernel, JITFunction):  # the interpreter's kernels are of another class
         kernel[grid](*arguments, **constants)
         return
-    # Triton compiles for types, whether pointers and integers divide by 16, ones, and integers that want 64 bits.
+    # Triton specialises on dtypes, on pointers and integers divisible by 16, on integers equal to 1 and on their width.
     key = (
         id(kernel), torch.cuda.current_device(), *constants.items(),
         *[
@@ -42,12 +40,12 @@ def start_kernel(
             for x in arguments
         ],
     )  # fmt: skip
-    known = _compiled.get(key)
+    known = LAUNCH_CACHE.get(key)
     if known is not None:
         compiled, rest = known
         compiled[grid](*arguments, *rest)
         return
     compiled = kernel[grid](*arguments, **constants)
-    if len(_compiled) >= MOST:
-        _compiled.clear()
-    _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    if len(LAUNCH_CACHE) >= LAUNCH_CACHE_SIZE:
+        LAUNCH_CACHE.clear()
+    LAUNCH_CACHE[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])

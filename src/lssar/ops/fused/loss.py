@@ -136,4 +136,4 @@ class _Loss(torch.autograd.Function):
 
 
 with_autograd(loss_op, _Loss)
-refuse_gradient(gradient_op, "the fused loss has no second derivative; LSSAR_LOSS=0 does without it")
+refuse_gradient(gradient_op, "the fused loss has no second derivative")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import warnings
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lssar import switches
 from lssar.ops.fused import backward
 from lssar.ops.fused.autograd import differentiable
 from lssar.ops.fused.forward import forward_kernel
@@ -70,27 +70,29 @@ class _Call:
 
 
 def steep_rows(dtype: torch.dtype, p: float) -> bool:
-    """Whether steep rows take the shorter forms: they are good to bfloat16 and to powers that do not magnify the half
-    precision of the largest score too much, and short where there is packed arithmetic of NVIDIA's. LSSAR_STEEP=0 does
-    without them."""
-    suits = dtype == torch.bfloat16 and p <= 64 and torch.version.hip is None
-    return suits and os.environ.get("LSSAR_STEEP") != "0"
+    """Whether steep rows use the shorter forms of steep.py.
+
+    These are accurate enough for bfloat16, and for powers that do not amplify the half-precision error of the largest
+    score too much. They are faster only where there are NVIDIA's packed half-precision instructions.
+    """
+    return dtype == torch.bfloat16 and p <= 64 and torch.version.hip is None
 
 
 @functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """The kernels of hopper where they apply and are faster: unless LSSAR_GLUON=0 all but the forward of head size 64,
-    which Triton schedules as well; LSSAR_GLUON=all has that one too."""
-    if d not in (64, 128) or not torch.cuda.is_available() or torch.version.hip is not None:
+    """The Gluon kernels for a part (`forward` or `backward`), or None if they do not apply or are not faster.
+
+    They are written for head sizes 64 and 128 on Hopper. Of the forward at head size 64 Triton's schedule is as good.
+    """
+    faster = d == 128 or (d == 64 and part == "backward")
+    if not faster or not switches.GLUON or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
-    asked = os.environ.get("LSSAR_GLUON", "")
-    faster = part == "backward" or d == 128
-    if asked == "0" or not (faster or asked == "all") or torch.cuda.get_device_capability()[0] != 9:
+    if torch.cuda.get_device_capability()[0] != 9:
         return None
     try:
         from lssar.ops.fused import hopper
-    except (ImportError, AttributeError) as problem:  # Gluon is experimental in Triton: names come and go
-        warnings.warn(f"the kernels for Hopper need another Triton ({problem}); slower ones are used", stacklevel=2)
+    except (ImportError, AttributeError) as problem:  # Gluon is experimental in Triton: its names change
+        warnings.warn(f"this Triton cannot run the Hopper kernels ({problem}); using slower ones", stacklevel=2)
         return None
     return hopper
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from lssar import switches
 from lssar.ops.fused.primitives import USE_PTX
 
 
@@ -116,11 +116,10 @@ CHOSEN: dict[Key, Tile] = {}
 
 
 def stored_path() -> Path:
-    """Where `lssar tune` keeps the tiles of this card and Triton; LSSAR_CACHE names another folder."""
-    folder = os.environ.get("LSSAR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lssar"
+    """The file in which `lssar tune` stores the tiles for this GPU and this version of Triton."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
     name = "".join(c if c.isalnum() else "-" for c in f"{card}-triton-{triton.__version__}")
-    return Path(folder) / f"tiles-{name}.json"
+    return switches.CACHE / f"tiles-{name}.json"
 
 
 @functools.cache

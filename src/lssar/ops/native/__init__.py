@@ -1,12 +1,8 @@
 """Compiled strips for the CPU (optional): the same results as the PyTorch strips of `tiled.py`, faster.
 
 The C sources beside this file are built into the extension module `_kernels` when the package is installed and there is
-a compiler; without it `supports` is False and `tiled.py` does the work. Environment, read at import:
-
-    LSSAR_NATIVE=0          do without it
-    LSSAR_NATIVE_ISA=name   a lesser instruction set than the processor's best: `avx2` or `baseline`
-
-How it works, and what it gains: docs/cpu.md.
+a compiler; without it `supports` is False and `tiled.py` does the work. LSSAR_NATIVE and LSSAR_NATIVE_ISA are in
+lssar/switches.py. How it works, and what it gains: docs/cpu.md.
 """
 
 from __future__ import annotations
@@ -14,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import math
-import os
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from lssar import switches
 from lssar.specs import AttentionSpec
 
 _ACTIVATIONS = {"softplus": 0, "exp": 1}
@@ -45,7 +41,7 @@ class _Problem(ctypes.Structure):
 
 
 def _load() -> ctypes.CDLL | None:
-    if os.environ.get("LSSAR_NATIVE") == "0":
+    if not switches.NATIVE:
         return None
     found = importlib.util.find_spec("lssar.ops.native._kernels")
     if found is None or found.origin is None:
@@ -70,7 +66,7 @@ def _torch_threads() -> int | None:
 
 _library = _load()
 _parallel = None if _library is None else _torch_threads()
-_asked_isa = os.environ.get("LSSAR_NATIVE_ISA", "").encode()
+_asked_isa = switches.NATIVE_ISA.encode()
 
 
 def isa() -> str | None:
