@@ -15,6 +15,8 @@ import re
 import sys
 from pathlib import Path
 
+from lssar.tables import markdown_table
+
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 
@@ -35,27 +37,24 @@ def table(paths: list[Path], words: list[str]) -> str:
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
-    lines = [
-        "| shape | " + " | ".join(["implementation", *(f"{mode}, ms" for mode in modes), "peak extra MiB"]) + " |",
-        "|---|" + "---|" * (len(modes) + 2),
-    ]
+    lines = []
     for row in result["rows"]:
         if any(str(row[field]) not in values for field, values in wanted.items()):
             continue
         shape = f"{row['batch']} x {row['heads']} x {row['length']} x {row['head_size']}, {row['dtype']}"
         peer = _peer(row, result["rows"])
-        cells = [f"`{row['contestant']}`"]
+        cells = [shape, f"`{row['contestant']}`"]
         for mode in modes:
             value = row.get(f"{mode}_ms")
             ratio = f" ({value / peer[f'{mode}_ms']:.2f}x)" if value and peer and peer is not row else ""
             cells.append(f"{_shown(value)}{ratio}" if value else "-")
         cells.append(f"{row['peak_extra_mib']:.0f}" if "peak_extra_mib" in row else _obstacle(row))
-        lines.append(f"| {shape} | " + " | ".join(cells) + " |")
-    lines.append(
+        lines.append(cells)
+    head = ["shape", "implementation", *(f"{mode}, ms" for mode in modes), "peak extra MiB"]
+    return markdown_table(head, lines) + (
         f"\n{_machine(result['environment'])}, seed {result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA "
-        f"of the same run. Command: `{result['command']}`."
+        f"of the same run. Command: `{result['command']}`.\n"
     )
-    return "\n".join(lines) + "\n"
 
 
 def verdict_table(claims: list[dict]) -> str:
@@ -67,8 +66,8 @@ def verdict_table(claims: list[dict]) -> str:
         for verdict, those in found.items()
         if those
     }
-    lines = [f"| {verdict + ' yet' * (verdict == 'not tested')} | {claims} |" for verdict, claims in listed.items()]
-    return "\n".join(["| | claim |", "|---|---|", *lines]) + "\n"
+    rows = [[verdict + " yet" * (verdict == "not tested"), claims] for verdict, claims in listed.items()]
+    return markdown_table(["", "claim"], rows)
 
 
 def length_table(results: list[dict]) -> str:
@@ -77,7 +76,7 @@ def length_table(results: list[dict]) -> str:
     lengths = [point["length"] for point in curves[0]["by_length"]]
     speeds = all("training" in curve for curve in curves)
     heads = ["", *(["tokens", "tokens/s"] if speeds else []), *(f"{n // curves[0]['train_length']}x" for n in lengths)]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = []
     for curve in curves:
         if [point["length"] for point in curve["by_length"]] != lengths:
             raise ValueError(f"{curve['label']} is read at other lengths than {curves[0]['label']}")
@@ -85,43 +84,43 @@ def length_table(results: list[dict]) -> str:
         if speeds:
             cells += [f"{curve['training']['tokens']:,}", f"{curve['training']['tokens_per_s']:,.0f}"]
         cells += [f"{point['loss']:.3f}" for point in curve["by_length"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *(_source(result) for result in results)]) + "\n"
+        rows.append(cells)
+    return markdown_table(heads, rows) + "".join(_source(result) + "\n" for result in results)
 
 
 def downstream_table(results: list[dict]) -> str:
     """Scores of each arm with their standard errors, and what chance would give."""
-    from lssar.evaluation.downstream import table_of
+    from lssar.evaluation.benchmarks import table_of
 
     arms = [arm for result in results for arm in result["arms"]]
     heads, rows = table_of({"arms": arms})
-    lines = ["| " + " | ".join(head.replace("\n", ", ") for head in heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(cells).replace("+-", "±") + " |" for cells in rows]
-    lines += [
+    table = markdown_table(
+        (head.replace("\n", ", ") for head in heads), ([cell.replace("+-", "±") for cell in cells] for cells in rows)
+    )
+    sources = [
         f"\n{arm['label']}: {_training(arm['recipe'])}, step {arm['step']}; {_machine(arm['environment'])}, "
-        f"{arm['harness']} harness. Command: `{arm['command']}`."
+        f"{arm['harness']} harness. Command: `{arm['command']}`.\n"
         for arm in arms
     ]
-    return "\n".join(lines) + "\n"
+    return table + "".join(sources)
 
 
 def decode_table(results: list[dict]) -> str:
     """Microseconds of a step of decoding, and the ratio to the fastest softmax of the same run."""
-    lines = ["| | keys in the cache | best softmax, us | raw keys, us | unit keys, us |", "|---|---|---|---|---|"]
+    lines = []
     for rows in (result["rows"] for result in results):
         for length in dict.fromkeys(row["length"] for row in rows):
             times = {row["contestant"]: row["forward_ms"] * 1e3 for row in rows if row["length"] == length}
             name = min((name for name in times if name.endswith(":softmax")), key=lambda name: times[name])
             ours = (times["fused:lssar"], times["unit_cache:lssar"])
             r = rows[0]
-            lines.append(
-                f"| batch {r['batch']}, {r['heads']} / {r['key_heads']} heads, d {r['head_size']} | {length:,} | "
-                f"{_shown(times[name])} ({name.split(':')[0]}) | "
-                + " | ".join(f"{_shown(time)} ({time / times[name]:.2f}x)" for time in ours)
-                + " |"
-            )
-    lines += [f"\n{_machine(result['environment'])}. Command: `{result['command']}`." for result in results]
-    return "\n".join(lines) + "\n"
+            shape = f"batch {r['batch']}, {r['heads']} / {r['key_heads']} heads, d {r['head_size']}"
+            best = f"{_shown(times[name])} ({name.split(':')[0]})"
+            ratios = [f"{_shown(time)} ({time / times[name]:.2f}x)" for time in ours]
+            lines.append([shape, f"{length:,}", best, *ratios])
+    sources = [f"\n{_machine(result['environment'])}. Command: `{result['command']}`.\n" for result in results]
+    head = ["", "keys in the cache", "best softmax, us", "raw keys, us", "unit keys, us"]
+    return markdown_table(head, lines) + "".join(sources)
 
 
 RATIO = re.compile(r"(\d+)x(\d+)x(\d+): forward (\S+) / (\S+) = (\S+) +both (\S+) / (\S+) = (\S+) +memory (\S+)")
@@ -131,17 +130,12 @@ def ratio_table(text: str, commit: str) -> str:
     """Milliseconds of ours and of cuDNN's, timed in turns, and their ratios."""
     sections = re.split(r"^== ", text, flags=re.M)
     (section,) = (s for s in sections if s.startswith(f"commit {commit}, fused_lab.py ratios"))
-    lines = [
-        "| LSSAR p = 15 | forward, ms | ratio | forward + backward, ms | ratio | memory |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for d, heads, length, ours, theirs, ratio, both, both_theirs, both_ratio, memory in RATIO.findall(section):
         times = [_shown(float(x)) for x in (ours, theirs, both, both_theirs)]
-        lines.append(
-            f"| d {d}, {heads} heads, {length} | {times[0]} / {times[1]} | {ratio} | {times[2]} / {times[3]} | "
-            f"{both_ratio} | {memory} |"
-        )
-    return "\n".join(lines) + "\n"
+        shape = f"d {d}, {heads} heads, {length}"
+        rows.append([shape, f"{times[0]} / {times[1]}", ratio, f"{times[2]} / {times[3]}", both_ratio, memory])
+    return markdown_table(["LSSAR p = 15", "forward, ms", "ratio", "forward + backward, ms", "ratio", "memory"], rows)
 
 
 def _training(recipe: dict) -> str:

@@ -11,9 +11,9 @@ from tests.experiments.newton_sweep import SMALL
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """A folder for the smoke scale in a still smaller form: two steps an arm, two pieces a reading."""
+    """A folder for the smoke scale in a still smaller form: two steps an arm, two pieces a evaluation."""
     base = SCALES["smoke"].base.replace(steps=2, length=32, micro_batch=64, warmup=1, eval_batches=1)
-    monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], base=base, read_tokens=1024))
+    monkeypatch.setitem(SCALES, "smoke", dataclasses.replace(SCALES["smoke"], base=base, eval_tokens=1024))
     return tmp_path / "out"
 
 

@@ -14,8 +14,8 @@ from lssar.evaluation.overflow import model_overflow, synthetic_overflow
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of
 from lssar.experiments.arms import Row
 from lssar.experiments.dry_run import plan
-from lssar.experiments.paper import LOSSES, PASSKEY
-from lssar.experiments.readings import Downstream, HeldOut, Length, reweighted
+from lssar.experiments.evaluations import Benchmarks, HeldOut, Length, reweighted
+from lssar.experiments.published import LOSSES, PASSKEY
 from lssar.model import GPT, model_config
 from lssar.specs import spec
 from lssar.training.sources import write_stdlib
@@ -44,14 +44,14 @@ def test_arms_are_known_by_their_content():
         H200.with_tokens(1000)
 
 
-def test_first_seeds_come_first_and_all_readings_are_made_at_once():
+def test_first_seeds_come_first_and_all_evaluations_are_made_at_once():
     arms = arms_of([EXPERIMENTS["controls"]], H200, EXPERIMENTS.values())
     assert [arm.recipe.seed for arm in arms] == sorted(arm.recipe.seed for arm in arms)
     assert arms[0].name == "lssar"
-    keys = {reading.key for reading in next(arm for arm in arms if arm.name == "softmax").readings}
+    keys = {evaluation.key for evaluation in next(arm for arm in arms if arm.name == "softmax").evaluations}
     assert {"length-64x", "length-64x-window", "length-16x", "length-16x-ntk", "length-16x-posthoc-p15"} <= keys
     smoke = arms_of([EXPERIMENTS["table1"]], SCALES["smoke"], EXPERIMENTS.values())
-    assert all([reading.key for reading in arm.readings] == ["length-16x"] for arm in smoke)
+    assert all([evaluation.key for evaluation in arm.evaluations] == ["length-16x"] for arm in smoke)
 
 
 def test_every_row_of_the_papers_tables_is_declared():
@@ -113,9 +113,9 @@ def test_power_put_on_after_training_is_the_reweighted_model(tmp_path):
     plain, trained_in = (GPT(recipe.replace(attention=name).model()) for name in ("lssa", "lssar"))
     trained_in.load_state_dict(plain.state_dict())
     held_out = HeldOut(tmp_path, recipe, 1024, "cpu")
-    after = Length(to=2, p=15).read(plain, held_out)
-    assert after["by_length"] == Length(to=2).read(trained_in, held_out)["by_length"]
-    assert after["by_length"] != Length(to=2).read(plain, held_out)["by_length"]
+    after = Length(to=2, p=15).evaluate(plain, held_out)
+    assert after["by_length"] == Length(to=2).evaluate(trained_in, held_out)["by_length"]
+    assert after["by_length"] != Length(to=2).evaluate(plain, held_out)["by_length"]
     with reweighted(plain, 15):
         assert plain.layers()[0].attention.spec.p == 15
     assert plain.layers()[0].attention.spec == recipe.model().layer_specs[0]
@@ -150,8 +150,8 @@ def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, 
     rows = tuple(
         dataclasses.replace(
             row,
-            reading=dataclasses.replace(row.reading, **short),
-            also=tuple(dataclasses.replace(reading, **short) for reading in row.also),
+            evaluation=dataclasses.replace(row.evaluation, **short),
+            also=tuple(dataclasses.replace(evaluation, **short) for evaluation in row.also),
         )
         for row in passkey.rows
         if row.label in ("softmax", "softmax, window")
@@ -159,7 +159,7 @@ def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, 
     monkeypatch.setitem(EXPERIMENTS, "passkey", dataclasses.replace(passkey, rows=rows))
     assert reproduce("passkey", "--scale", "smoke", "--out", str(small), "--tokens", "6144") == 0
     said = capsys.readouterr().out
-    assert "Passkey: share of answers decoded right" in said
+    assert "Passkey: share of correct answers" in said
     assert "Needles" not in said  # only what is taught is asked
     table = json.loads((small / "results/tables-6144/passkey.json").read_text())
     found = {row["label"]: row for row in table["rows"] if row["main"]}
@@ -172,7 +172,7 @@ def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, 
 
 def test_downstream_from_local_files(small, tmp_path, monkeypatch):
     downstream = EXPERIMENTS["downstream"]
-    rows = tuple(dataclasses.replace(row, reading=Downstream(tasks=("piqa",))) for row in downstream.rows[:2])
+    rows = tuple(dataclasses.replace(row, evaluation=Benchmarks(tasks=("piqa",))) for row in downstream.rows[:2])
     monkeypatch.setitem(EXPERIMENTS, "downstream", dataclasses.replace(downstream, rows=rows))
     bench = tmp_path / "bench"
     bench.mkdir()

@@ -145,7 +145,7 @@ def test_labels_belong_to_the_planets_tokens(name):
     data = labelled_systems(world, 8, 21, 4, np.random.default_rng(0))
     positions = data.tracks.positions[:, data.steps, 0]
     said = data.shown[:, data.at]
-    if world.reading == "positions":
+    if world.encoding == "positions":
         torch.testing.assert_close(said[..., :2] * world.extent / 4, positions.float())
     else:
         assert torch.equal(said, to_bins(positions, world))
@@ -157,7 +157,7 @@ def test_labels_belong_to_the_planets_tokens(name):
 
 
 def test_bad_worlds_are_refused():
-    with pytest.raises(ValueError, match="several planets need reading='bins'"):
+    with pytest.raises(ValueError, match="several planets need encoding='bins'"):
         dataclasses.replace(WELLPOSED, planets=3)
     with pytest.raises(ValueError, match="end before step 8"):
         labelled_systems(ORIGINAL, 2, 12, 8, np.random.default_rng(0))

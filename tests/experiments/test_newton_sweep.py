@@ -243,7 +243,7 @@ def test_on_a_gpu(world, tmp_path):
     there, here = (
         shown(draw(WORLDS[world], 50, np.random.default_rng(0), device=device), 20) for device in ("cuda", "cpu")
     )
-    if WORLDS[world].reading == "bins":
+    if WORLDS[world].encoding == "bins":
         assert (there.cpu() != here).float().mean() < 1e-3
     else:
         torch.testing.assert_close(there.cpu(), here, atol=1e-6, rtol=1e-6)

@@ -8,8 +8,8 @@ import time
 from types import SimpleNamespace
 
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, runner
-from lssar.experiments.paper import LOSSES
-from lssar.experiments.readings import Length
+from lssar.experiments.evaluations import Length
+from lssar.experiments.published import LOSSES
 from lssar.records import write_json
 from tests.experiments.reproduce import reproduce
 
@@ -28,10 +28,10 @@ def let_arms_take_100_seconds(monkeypatch):
 def test_table4_from_nothing_interrupted_and_gone_on_with(small, capsys):
     arguments = ("table4", "--scale", "smoke", "--out", str(small))
     assert reproduce(*arguments, "--time-limit", "0") == 0
-    assert "15 of 15 arms are not finished; the same command goes on" in capsys.readouterr().out
+    assert "15 of 15 arms are not finished; the same command resumes" in capsys.readouterr().out
     assert reproduce(*arguments, "--time-limit", "0.2") == 0  # within an arm
     said = capsys.readouterr().out
-    assert "the same command goes on" in said
+    assert "the same command resumes" in said
     assert reproduce(*arguments) == 0
     said = capsys.readouterr().out
     assert "not finished" not in said
@@ -41,12 +41,12 @@ def test_table4_from_nothing_interrupted_and_gone_on_with(small, capsys):
     assert len(results) == 15
     table = json.loads((small / "results/tables/table4.json").read_text())
     assert [row["label"] for row in table["rows"] if row["main"]] == list(LOSSES["table4"])
-    assert {row["reading"] for row in table["rows"]} == {"length-16x", "length-16x-ntk", "length-16x-posthoc-p15"}
+    assert {row["evaluation"] for row in table["rows"]} == {"length-16x", "length-16x-ntk", "length-16x-posthoc-p15"}
     assert all(0 < row["loss"]["16"]["mean"] < 20 for row in table["rows"])
     assert (small / "results/tables/table4.png").stat().st_size > 10_000
 
     record = json.loads(results[0].read_text())
-    assert {"recipe", "data", "seed", "environment", "training", "readings", "command"} <= set(record)
+    assert {"recipe", "data", "seed", "environment", "training", "evaluations", "command"} <= set(record)
     assert record["recipe"]["data"] == "stdlib"  # a name, not a place
     before = {path: path.stat().st_mtime_ns for path in results}
     assert reproduce(*arguments) == 0  # finished arms are not touched
@@ -104,14 +104,14 @@ def test_other_seeds_tell_how_long_an_arm_takes(small):
     queue = runner.Queue(arms=(arm,), scale=scale, data=small, command="", required={arm.key: ()})
     assert runner._seconds_of_another_seed(queue, arm) is None
     record = {
-        "training": {"tokens": 1000, "tokens_per_s": 50.0}, "readings": {"length-16x": {"seconds": 2.5}},
+        "training": {"tokens": 1000, "tokens_per_s": 50.0}, "evaluations": {"length-16x": {"seconds": 2.5}},
         "environment": runner.environment(),
     }  # fmt: skip
     write_json(scale.results / "lssar-seed1-0123.json", record)
     assert runner._seconds_of_another_seed(queue, arm) == 22.5
-    write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"readings": {"other": {"seconds": 1e9}}})
+    write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"evaluations": {"other": {"seconds": 1e9}}})
     elsewhere = record["environment"] | {"cpu": "another"}
-    write_json(scale.results / "lssar-seed2-0123.json", record | {"environment": elsewhere, "readings": {}})
+    write_json(scale.results / "lssar-seed2-0123.json", record | {"environment": elsewhere, "evaluations": {}})
     assert runner._seconds_of_another_seed(queue, arm) == 22.5
 
 
@@ -140,16 +140,16 @@ def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
     def breaks(self, model, held_out):
         if model.config.layer_specs[0].negate:
             raise RuntimeError("the card fell off")
-        return read(self, model, held_out)
+        return evaluate(self, model, held_out)
 
-    read, smaller = Length.read, SCALES["smoke"]
-    monkeypatch.setattr(Length, "read", breaks)
+    evaluate, smaller = Length.evaluate, SCALES["smoke"]
+    monkeypatch.setattr(Length, "evaluate", breaks)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
     said = capsys.readouterr().out
     assert "the card fell off" in said
     assert "failed: softmax_inverse" in said
     results = {path.name: json.loads(path.read_text()) for path in (small / "results").glob("*.json")}
-    assert sorted(bool(result["readings"]) for result in results.values()) == [False, True, True, True]
+    assert sorted(bool(result["evaluations"]) for result in results.values()) == [False, True, True, True]
     monkeypatch.undo()
     monkeypatch.setitem(SCALES, "smoke", smaller)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # the training was not lost
@@ -163,10 +163,10 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
         raise RuntimeError("device(s) busy or unavailable")
 
     monkeypatch.setattr(runner, "device_is_lost", lambda: True)
-    monkeypatch.setattr(Length, "read", breaks)
+    monkeypatch.setattr(Length, "evaluate", breaks)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
     said = capsys.readouterr().out
-    assert "the device is lost" in said
+    assert "the GPU no longer responds" in said
     assert "arm 1 of" in said
     assert "arm 2 of" not in said
 
@@ -175,9 +175,9 @@ def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
     path = tmp_path / "arm.json"
 
     def record(*keys, commit="1"):
-        runner._record(path, {"arm": "a", "readings": dict.fromkeys(keys, 0), "environment": {"commit": commit}})
+        runner._record(path, {"arm": "a", "evaluations": dict.fromkeys(keys, 0), "environment": {"commit": commit}})
 
-    kept = lambda: set(json.loads(path.read_text())["readings"])  # noqa: E731
+    kept = lambda: set(json.loads(path.read_text())["evaluations"])  # noqa: E731
     record("one")
     assert kept() == {"one"}
     record("one", "two")

@@ -10,8 +10,8 @@ import pytest
 
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, collect, report
 from lssar.experiments.claims import CLAIMS, rank_correlation
-from lssar.experiments.paper import LOSSES
-from lssar.experiments.readings import Downstream, Length, Retrieval
+from lssar.experiments.evaluations import Benchmarks, Length, Retrieval
+from lssar.experiments.published import LOSSES
 from lssar.records import write_json
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,35 +19,35 @@ H200 = SCALES["h200"]
 
 
 def fabricated(scale, loss_of, rate_of) -> None:
-    """Result files as the queue writes them, with figures of our own making: loss_of(arm, reading, multiple)."""
+    """Result files as the queue writes them, with figures of our own making: loss_of(arm, evaluation, multiple)."""
     norms = dict.fromkeys(("train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max"), 1.25) | {"not_finite": 0}
     for arm in arms_of(EXPERIMENTS.values(), scale, EXPERIMENTS.values()):
-        readings = {}
-        for reading in arm.readings:
-            if isinstance(reading, Length):
-                points = [(m, loss_of(arm, reading, m)) for m in reading.multiples]
-                readings[reading.key] = {
+        evaluations = {}
+        for evaluation in arm.evaluations:
+            if isinstance(evaluation, Length):
+                points = [(m, loss_of(arm, evaluation, m)) for m in evaluation.multiples]
+                evaluations[evaluation.key] = {
                     "by_length": [{"length": m * scale.base.length, "loss": loss} for m, loss in points],
                     "last": [{"context": m * scale.base.length, "tokens": 256, "loss": loss} for m, loss in points],
                 }
-            elif isinstance(reading, Retrieval):
-                right = round(40 * rate_of(arm, reading))
-                found = [{"multiple": f"{m:g}", "greedy": {"right": right, "of": 40}} for m in reading.multiples]
-                readings[reading.key] = {"task": reading.task, "rows": found}
-            elif isinstance(reading, Downstream):
-                metrics = {"acc": {"value": 0.3 + 0.3 * rate_of(arm, reading), "stderr": 0.01}}
+            elif isinstance(evaluation, Retrieval):
+                right = round(40 * rate_of(arm, evaluation))
+                found = [{"multiple": f"{m:g}", "greedy": {"right": right, "of": 40}} for m in evaluation.multiples]
+                evaluations[evaluation.key] = {"task": evaluation.task, "rows": found}
+            elif isinstance(evaluation, Benchmarks):
+                metrics = {"acc": {"value": 0.3 + 0.3 * rate_of(arm, evaluation), "stderr": 0.01}}
                 row = {"documents": 2000, "chance": 0.25, "metrics": metrics}
-                readings[reading.key] = {"tasks": dict.fromkeys(reading.tasks, row)}
+                evaluations[evaluation.key] = {"tasks": dict.fromkeys(evaluation.tasks, row)}
             else:
                 counts = dict.fromkeys(("float16", "bfloat16", "float32"), 0)
                 last = {"length": 16_384, "rows": 64, "textbook": counts, "stable": counts}
-                readings[reading.key] = {"dtypes": list(counts), "by_length": [last]}
+                evaluations[evaluation.key] = {"dtypes": list(counts), "by_length": [last]}
         result = {
             "arm": arm.key,
             "recipe": arm.recipe.to_dict(),
             "training": {"tokens": 41_943_040, "val_loss": loss_of(arm, Length(), 1), "spikes": 0, "not_finite": 0}
             | norms,
-            "readings": readings,
+            "evaluations": evaluations,
             "data": {"name": "books", "val": {"digest": "0123456789abcdef"}},
             "environment": {"gpu": "NVIDIA H200", "torch": "2.11.0", "commit": "0123456789abcdef"},
         }
@@ -55,11 +55,11 @@ def fabricated(scale, loss_of, rate_of) -> None:
         (scale.results / f"{arm.key}.json").write_text(json.dumps(result))
 
 
-def as_published(arm, reading, m) -> float | None:
+def as_published(arm, evaluation, m) -> float | None:
     """Losses for which every claim holds."""
     rise = math.log2(m)
     r = arm.recipe
-    if r.attention == "lssar" or (reading.p == 15 and r.attention == "lssa"):
+    if r.attention == "lssar" or (evaluation.p == 15 and r.attention == "lssa"):
         return 3.2 + 0.01 * abs((r.p or 15) - 15) + 0.002 * rise + 0.001 * r.seed
     if r.attention == "softmax" and r.p is not None and r.p >= 15:
         return None if r.p == 63 else 5.5 + 0.2 * rise
@@ -99,7 +99,7 @@ def in_json(folder: Path) -> set[str]:
 
 def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     scale = dataclasses.replace(H200, results=tmp_path / "results")
-    fabricated(scale, as_published, lambda arm, reading: 0.9 if arm.recipe.attention == "lssar" else 0.1)
+    fabricated(scale, as_published, lambda arm, evaluation: 0.9 if arm.recipe.attention == "lssar" else 0.1)
     page = tmp_path / "docs/results.md"
     report.write(scale, page)
     claims = {c["claim"]: c for c in json.loads((scale.results / "tables/claims.json").read_text())}
@@ -117,10 +117,10 @@ def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
     page.write_text(text.replace("3.1911", "3.1912"))
     assert report.stale(scale, page) == [str(page)]
 
-    def contrary(arm, reading, m):  # LSSAR rises, controls do not, and nothing keeps the paper's order
+    def contrary(arm, evaluation, m):  # LSSAR rises, controls do not, and nothing keeps the paper's order
         return 3.0 + (0.3 * math.log2(m) if arm.recipe.attention == "lssar" else 0.0) - 0.01 * len(arm.name)
 
-    fabricated(scale, contrary, lambda arm, reading: 0.5)
+    fabricated(scale, contrary, lambda arm, evaluation: 0.5)
     assert str(page) in report.stale(scale, page)
     report.write(scale, page, pictures=False)
     verdicts = {c["claim"]: c["verdict"] for c in json.loads((scale.results / "tables/claims.json").read_text())}
@@ -147,16 +147,16 @@ def test_the_committed_page_says_what_the_committed_results_say(scale, monkeypat
 
 
 def test_trainings_made_again_are_shown_and_count(tmp_path):
-    """LSSAR finds more than cosine softmax, but not more than an earlier training of it; and one reading is missing."""
+    """LSSAR finds more than cosine softmax, but not more than an earlier training of it; an evaluation is missing."""
     scale = dataclasses.replace(H200, results=tmp_path / "results")
-    fabricated(scale, as_published, lambda arm, reading: 0.9 if arm.recipe.attention == "lssar" else 0.1)
+    fabricated(scale, as_published, lambda arm, evaluation: 0.9 if arm.recipe.attention == "lssar" else 0.1)
     (path,) = scale.results.glob("cosine_softmax-retrieval-seed0-*.json")
     result = json.loads(path.read_text())
     found = [{"multiple": f"{m:g}", "greedy": {"right": 36, "of": 40}} for m in (1, 4, 16)]
     elsewhere = {"environment": result["environment"] | {"commit": "fedcba98"}}
-    before = result | elsewhere | {"readings": {"passkey-16x": {"rows": found}}}
+    before = result | elsewhere | {"evaluations": {"passkey-16x": {"rows": found}}}
     write_json(scale.results / "earlier" / f"{path.stem}-1.json", before)
-    del result["readings"]["recall-16x-ntk"]
+    del result["evaluations"]["recall-16x-ntk"]
     write_json(path, result, overwrite=True)
     page = tmp_path / "docs/results.md"
     report.write(scale, page, pictures=False)
@@ -173,7 +173,7 @@ def test_verdicts_of_the_smaller_scale_stand_beside(tmp_path, monkeypatch):
     large, small = Path("docs/results.md"), Path("docs/results-laptop.md")
     report.write(H200, large, pictures=False)
     assert "laptop" not in large.read_text()
-    fabricated(SCALES["laptop"], as_published, lambda arm, reading: 0.9)
+    fabricated(SCALES["laptop"], as_published, lambda arm, evaluation: 0.9)
     report.write(SCALES["laptop"], small, pictures=False)
     assert str(large) in report.stale(H200, large)
     report.write(H200, large, pictures=False)

@@ -8,7 +8,7 @@ import torch
 
 from lssar.cli import main
 from lssar.data.tokenizers import load_tokenizer
-from lssar.evaluation.downstream import BENCHMARKS, RULER, evaluate_benchmark
+from lssar.evaluation.benchmarks import BENCHMARKS, RULER, evaluate_benchmark
 from lssar.evaluation.likelihood import likelihoods
 from tests.evaluation.test_downstream import EXAMPLES, small_model, write_examples
 

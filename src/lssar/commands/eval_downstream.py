@@ -16,7 +16,7 @@ import tyro
 from rich.table import Table
 
 from lssar.commands.common import DEVICE, arm_label, begin_figures, console, progress, say_where
-from lssar.evaluation.downstream import (
+from lssar.evaluation.benchmarks import (
     BENCHMARKS,
     RULER,
     benchmark,

@@ -22,11 +22,11 @@ ALL = "all"
 
 @dataclass
 class Reproduce:
-    """Train, read and tabulate the arms of experiments; arms that are finished are not run again.
+    """Train, evaluate and tabulate the arms of experiments; arms that are finished are not run again.
 
     Experiments: controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
     all.
-    Stop it whenever you like: the same command goes on. `lssar reproduce report` writes docs/results.md.
+    Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md.
     """
 
     names: tyro.conf.Positional[list[str]]
@@ -66,7 +66,9 @@ class Reproduce:
         say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)  # noqa: E731
         wanted = []
         for experiment in (EXPERIMENTS[name] for name in chosen(self.names)):
-            missing = next(filter(None, (r.missing(self.bench) for row in experiment.rows for r in row.readings)), None)
+            missing = next(
+                filter(None, (e.missing(self.bench) for row in experiment.rows for e in row.evaluations)), None
+            )
             if missing and self.names != [ALL] and not self.dry_run:  # before the training, not after it
                 raise FileNotFoundError(missing)
             if missing and not self.dry_run:
@@ -112,7 +114,7 @@ class Reproduce:
         if failed:
             say(f"failed: {', '.join(failed)}")
         if left:
-            say(f"{len(left)} of {len(arms)} arms are not finished; the same command goes on")
+            say(f"{len(left)} of {len(arms)} arms are not finished; the same command resumes")
         sys.exit(1 if failed else 0)
 
 
@@ -161,7 +163,7 @@ def scale_of(name: str, tokens: int | None, out: Path | None) -> Scale:
 
 
 def required(wanted: list[Any], scale: Scale) -> dict[str, tuple[str, ...]]:
-    return {arm.key: tuple(r.key for r in arm.readings) for arm in arms_of(wanted, scale)}
+    return {arm.key: tuple(e.key for e in arm.evaluations) for arm in arms_of(wanted, scale)}
 
 
 @contextlib.contextmanager

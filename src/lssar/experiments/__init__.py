@@ -1,14 +1,18 @@
-"""The paper's tables and figures and the controls that it lacks: a file each that declares arms, and what runs them.
+"""Experiments: the paper's tables and figures, controls that it lacks, and the queue that trains and evaluates them.
 
-`lssar reproduce NAME --scale smoke|laptop|h200|paper`; how in docs/reproduce.md, outcome in docs/results.md.
+`lssar reproduce NAME --scale smoke|laptop|h200|paper`. How to run them: docs/reproduce.md; results: docs/results.md.
 """
 
-from lssar.experiments import controls, downstream, figure1, figure2, passkey, stability, table1, table2, table3, table4
+from lssar.experiments import paper
 from lssar.experiments.arms import SCALES, Arm, Experiment, Row, Scale, arms_of
+from lssar.experiments.controls import CONTROLS
 
-_MODULES = (controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3)
-"""What says most comes first, for a queue that may be cut short."""
-
-EXPERIMENTS: dict[str, Experiment] = {module.EXPERIMENT.name: module.EXPERIMENT for module in _MODULES}
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (  # in order of importance: a queue may be cut short
+        CONTROLS, paper.FIGURE1, paper.PASSKEY, paper.TABLE4, paper.FIGURE2, paper.STABILITY, paper.DOWNSTREAM,
+        paper.TABLE1, paper.TABLE2, paper.TABLE3,
+    )
+}  # fmt: skip
 
 __all__ = ["EXPERIMENTS", "SCALES", "Arm", "Experiment", "Row", "Scale", "arms_of"]

@@ -1,8 +1,8 @@
-"""What an experiment declares: rows, each an arm (a run of training, three seeds perhaps) read in some way.
+"""Experiments, their rows, and the arms (training runs) that fill them.
 
-A row names a mechanism and a reading; a scale gives the recipe. An arm is known by its content, not by the experiment
-that wants it: softmax with the same recipe and seed is trained once, and read in every way that any experiment asks for
-while its weights are there.
+A row names a mechanism and an evaluation; a scale gives the recipe. An arm is identified by its content, not by the
+experiment that needs it: softmax with one recipe and seed is trained once, and every evaluation that any experiment
+needs is made while its weights exist.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lssar.experiments.readings import Length, Reading
+from lssar.experiments.evaluations import Evaluation, Length
 from lssar.specs import AttentionSpec, spec
 from lssar.training.recipes import Recipe, recipe
 
@@ -23,7 +23,7 @@ NOT_CONTENT = (
     "data", "micro_batch", "compile", "parallel", "checkpoint_layers", "eval_every", "eval_batches", "save_every",
     "keep",
 )  # fmt: skip
-"""Fields of a recipe that decide how a run is done, not what comes out; of the data, the name counts, not the place."""
+"""Recipe fields that do not change the result of a run. Of the data, the name counts, not the folder."""
 
 Position = Literal["rope", "alibi"]
 ScaleName = Literal["smoke", "laptop", "h200", "paper"]
@@ -32,25 +32,25 @@ Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of a table: a mechanism, trained and read in one way."""
+    """A row of a table: a mechanism, trained and evaluated in one way."""
 
     label: str
     attention: str
     p: float | None = None
-    """Trained in; a re-weighting that is put on after training belongs to the reading."""
+    """Power that is trained in; re-weighting applied after training belongs to the evaluation."""
     position: Position = "rope"
-    reading: Reading = field(default_factory=Length)
+    evaluation: Evaluation = field(default_factory=Length)
     mixture: bool = False
-    """Trained on text with documents mixed in that ask for retrieval."""
+    """Train on text mixed with retrieval documents."""
     seeds: int = 1
     paper: str | None = None
-    """The row of the paper's table with the same name as the experiment, if it has one."""
-    also: tuple[Reading, ...] = ()
-    """Further readings of the same arms, shown in tables of their own."""
+    """The matching row of the paper's table, if there is one."""
+    also: tuple[Evaluation, ...] = ()
+    """Further evaluations of the same arms, shown in separate tables."""
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
-        return (self.reading, *self.also)
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        return (self.evaluation, *self.also)
 
     def spec(self) -> AttentionSpec:
         return spec(self.attention, **({} if self.p is None else {"p": self.p}))
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A table or figure: what it asks, its rows, and how it is drawn."""
+    """A table or figure: its question, its rows, and how it is drawn."""
 
     name: str
     title: str
@@ -66,46 +66,46 @@ class Experiment:
     rows: tuple[Row, ...]
     draw: Draw = "curves"
     at: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Multiples of the training length that its table shows."""
+    """Multiples of the training length shown in the table."""
     measure: Callable[[], Any] | None = None
-    """Further figures, which need no training."""
+    """Further results that need no training."""
 
     def __post_init__(self) -> None:
         labels = [row.label for row in self.rows]
         if len(set(labels)) != len(labels):
-            raise ValueError(f"{self.name}: rows must have labels of their own; got {labels}")
+            raise ValueError(f"{self.name}: rows must have distinct labels; got {labels}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How big: the recipe that all arms start from, how many seeds at most, and how much is read."""
+    """The size of an experiment: the recipe that all arms start from, seeds, and tokens of an evaluation."""
 
     name: str
     recipe_name: str
     base: Recipe
     """That recipe, with the scale's changes."""
     data: str
-    """Name of the data; part of an arm's identity, unlike the folder it lies in."""
+    """Name of the data; part of an arm's identity, unlike its folder."""
     most_seeds: int
-    read_tokens: int
-    """Held-out tokens of one reading: as many pieces of its longest length as that makes."""
+    eval_tokens: int
+    """Held-out tokens of one evaluation, cut into pieces of its longest length."""
     results: Path
     """Folder of the arms' JSON files."""
     runs: Path
-    """Folder of checkpoints, which may be deleted once the results are there."""
+    """Folder of checkpoints, which may be deleted once the results exist."""
     mixture: dict[str, Any]
-    """What changes in the recipe of an arm that is to learn retrieval."""
+    """Changes to the recipe for arms that learn retrieval."""
     bench_documents: int | None = None
-    """Of each benchmark at most."""
-    read_all: bool = True
-    """Read an arm in every way that any experiment asks for, while its weights are there: they may soon be gone."""
+    """At most this many documents of each benchmark."""
+    evaluate_all: bool = True
+    """Make every evaluation that any experiment needs while the weights of an arm exist."""
     processes: int = 1
-    """Under torchrun; 1: the queue trains by itself."""
+    """Processes under torchrun; 1: the queue trains the arm itself."""
     remark: str = ""
-    """What to bear in mind when its results are read."""
+    """A caveat, shown above the results."""
 
     def with_tokens(self, tokens: int) -> Scale:
-        """The same with another budget an arm; part of the recipe, so of the arms' identity."""
+        """The same scale with another token budget per arm, which is part of the arms' identity."""
         steps = tokens // self.base.batch_tokens
         if steps < 1:
             raise ValueError(f"--tokens must be at least one step of {self.base.batch_tokens:,}; got {tokens:,}")
@@ -114,7 +114,7 @@ class Scale:
 
     @property
     def tables(self) -> Path:
-        """Folder of the experiments' tables; another budget than the scale's own has one of its own."""
+        """Folder of the experiments' tables; another token budget has its own folder."""
         usual = self.base.steps == SCALES[self.name].base.steps
         return self.results / ("tables" if usual else f"tables-{self.base.steps * self.base.batch_tokens}")
 
@@ -129,15 +129,15 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run of training, known by its content, and all readings that are wanted of it."""
+    """One training run, identified by its content, and the evaluations that are wanted of it."""
 
     recipe: Recipe
     data: str
-    readings: tuple[Reading, ...] = field(default=(), compare=False)
+    evaluations: tuple[Evaluation, ...] = field(default=(), compare=False)
 
     @property
     def content(self) -> dict[str, Any]:
-        """What decides the outcome; fields at their defaults are left out, so that new ones change no old key."""
+        """Everything that decides the result. Fields at their defaults are left out: new fields change no old key."""
         default = Recipe().to_dict()
         fields = {k: v for k, v in self.recipe.to_dict().items() if k not in NOT_CONTENT and v != default[k]}
         return {**fields, "data": self.data}
@@ -156,7 +156,7 @@ class Arm:
 
 
 def changes_of(name: str, base: str) -> dict[str, Any]:
-    """What a recipe has otherwise than another, how long it trains included."""
+    """Fields in which one recipe differs from another, and its number of steps."""
     ours, theirs = recipe(name), recipe(base)
     changed = (f.name for f in dataclasses.fields(Recipe) if getattr(ours, f.name) != getattr(theirs, f.name))
     return {name: getattr(ours, name) for name in (*changed, "steps")}
@@ -178,9 +178,9 @@ SCALES: dict[str, Scale] = {
                 "steps": 1000,
             },
             most_seeds=1,
-            read_tokens=16_384,
+            eval_tokens=16_384,
             bench_documents=50,
-            read_all=False,
+            evaluate_all=False,
             results=Path("out/reproduce/smoke/results"),
             runs=Path("out/reproduce/smoke/runs"),
         ),
@@ -191,15 +191,15 @@ SCALES: dict[str, Scale] = {
             data="stdlib",
             mixture=changes_of("retrieval-tiny", "tiny-cpu"),
             most_seeds=3,
-            read_tokens=49_152,
+            eval_tokens=49_152,
             bench_documents=200,
             results=Path("results/laptop"),
             runs=Path("runs/laptop"),
             remark=(
                 "The model has one head of 128, because small heads make the loss of cosine mechanisms rise with "
-                "length ([training.md](training.md)); ALiBi, which is made for several heads, then has a single, "
+                "length ([training.md](training.md)); ALiBi, which is designed for several heads, then has a single, "
                 "gentle slope. The arms of `passkey` are smaller still (0.1M, four heads of 16). Seeds differ by more "
-                "than the bounds of some rules (± in the tables), so a verdict that rests on one seed is weak."
+                "than the bounds of some rules (± in the tables), so a verdict from one seed is weak."
             ),
         ),
         Scale(
@@ -209,7 +209,7 @@ SCALES: dict[str, Scale] = {
             mixture=changes_of("retrieval-51m", "books-51m"),
             data="books",
             most_seeds=3,
-            read_tokens=786_432,
+            eval_tokens=786_432,
             bench_documents=2000,
             results=Path("results/h200"),
             runs=Path("runs/h200"),
@@ -219,9 +219,9 @@ SCALES: dict[str, Scale] = {
             recipe_name="gpt2-124m-fineweb",
             base=recipe("gpt2-124m-fineweb"),
             data="fineweb10B",
-            mixture={},  # the paper trains on text alone
+            mixture={},  # the paper trains on text only
             most_seeds=3,
-            read_tokens=4_194_304,
+            eval_tokens=4_194_304,
             results=Path("results/paper"),
             runs=Path("runs/paper"),
             processes=8,
@@ -231,14 +231,14 @@ SCALES: dict[str, Scale] = {
 
 
 def arms_of(wanted: Iterable[Experiment], scale: Scale, everything: Iterable[Experiment] = ()) -> list[Arm]:
-    """The arms of the wanted experiments, first seeds first, with their readings and those of `everything`."""
+    """The arms of the wanted experiments, first seeds first, with their evaluations and those of `everything`."""
     wanted = list(wanted)
-    readings: dict[Arm, dict[str, Reading]] = {}
-    for experiment in [*wanted, *everything] if scale.read_all else wanted:
+    evaluations: dict[Arm, dict[str, Evaluation]] = {}
+    for experiment in [*wanted, *everything] if scale.evaluate_all else wanted:
         for row in experiment.rows:
             for seed in range(min(row.seeds, scale.most_seeds)):
-                kept = readings.setdefault(scale.arm(row, seed), {})
-                kept.update((reading.key, reading) for reading in row.readings)
+                kept = evaluations.setdefault(scale.arm(row, seed), {})
+                kept.update((evaluation.key, evaluation) for evaluation in row.evaluations)
     order = [
         scale.arm(row, seed)
         for seed in range(scale.most_seeds)
@@ -246,4 +246,4 @@ def arms_of(wanted: Iterable[Experiment], scale: Scale, everything: Iterable[Exp
         for row in experiment.rows
         if seed < min(row.seeds, scale.most_seeds)
     ]
-    return [dataclasses.replace(arm, readings=tuple(readings[arm].values())) for arm in dict.fromkeys(order)]
+    return [dataclasses.replace(arm, evaluations=tuple(evaluations[arm].values())) for arm in dict.fromkeys(order)]

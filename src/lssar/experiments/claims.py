@@ -1,4 +1,4 @@
-"""Claims and the rules that decide them. A rule reads the tables that the arms' JSON gives, and nothing else."""
+"""Claims and the rules that decide them, from the tables of the experiments and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lssar.experiments.figure2 import POWERS
+from lssar.experiments.paper import POWERS
 
 Verdict = Literal["holds", "holds in part", "does not hold", "not tested"]
 
@@ -29,14 +29,14 @@ class Tables:
     def __init__(self, tables: dict[str, dict[str, Any]]):
         self.tables = tables
 
-    def line(self, experiment: str, label: str, reading: str | None = None) -> dict[str, Any]:
+    def line(self, experiment: str, label: str, evaluation: str | None = None) -> dict[str, Any]:
         for row in self.tables.get(experiment, {}).get("rows", []):
-            if row["label"] == label and (row["main"] if reading is None else row["reading"] == reading):
+            if row["label"] == label and (row["main"] if evaluation is None else row["evaluation"] == evaluation):
                 return row
         raise Missing(f"{experiment}: {label}")
 
-    def loss(self, experiment: str, label: str, multiple: int = 1, reading: str | None = None) -> float:
-        point = self.line(experiment, label, reading)["loss"].get(str(multiple))
+    def loss(self, experiment: str, label: str, multiple: int = 1, evaluation: str | None = None) -> float:
+        point = self.line(experiment, label, evaluation)["loss"].get(str(multiple))
         if point is None:
             raise Missing(f"{experiment}: {label} at {multiple}x")
         return math.inf if point["mean"] is None else point["mean"]

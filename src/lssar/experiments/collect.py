@@ -1,4 +1,4 @@
-"""From the arms' JSON files to an experiment's table: means over seeds, beside the paper's numbers, and its picture."""
+"""Tables of experiments from the JSON files of their arms: means over seeds, beside the numbers of the paper."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
-from lssar.experiments.paper import DOWNSTREAM, LOSSES, PASSKEY
-from lssar.experiments.readings import Downstream, Length, Reading, Retrieval
-from lssar.experiments.runner import earlier_folder, plain
+from lssar.experiments.evaluations import Benchmarks, Evaluation, Length, Retrieval
+from lssar.experiments.published import DOWNSTREAM, LOSSES, PASSKEY
+from lssar.experiments.runner import earlier_folder, load_result, plain
 from lssar.records import write_file, write_json
+from lssar.tables import markdown_table
 
 
 def load(scale: Scale) -> dict[str, dict[str, Any]]:
-    """Finished arms by key; what an earlier training of one gave is in its `earlier`."""
-    read = lambda folder: (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))  # noqa: E731
+    """Finished arms by key; `earlier` holds the results of earlier trainings of the same arm."""
+    read = lambda folder: (load_result(path) for path in sorted(folder.glob("*.json")))  # noqa: E731
     arms = {result["arm"]: result | {"earlier": []} for result in read(scale.results) if "arm" in result}
     for result in read(earlier_folder(scale.results)):
         if result["arm"] in arms:
@@ -32,21 +33,18 @@ def mean_and_deviation(values: list[float]) -> dict[str, Any]:
 
 
 def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The experiment's table: a line for each row that has at least one finished arm, and the arms that are missing.
-
-    A row's further readings are lines of their own, marked by what differs.
-    """
+    """The table of an experiment: a line for each row and evaluation with a finished arm, and the missing arms."""
     lines: list[dict[str, Any]] = []
     missing: list[str] = []
     for row in experiment.rows:
         keys = [scale.arm(row, seed).key for seed in range(min(row.seeds, scale.most_seeds))]
         missing += [key for key in keys if key not in arms]
         there = [arms[key] for key in keys if key in arms]
-        for reading in row.readings:
-            read = [arm for arm in there if reading.key in arm["readings"]]
-            if read:
-                lines.append(_line(experiment, scale, row, reading, read))
-            missing += [f"{arm['arm']} ({reading.key})" for arm in there if arm not in read]
+        for evaluation in row.evaluations:
+            done = [arm for arm in there if evaluation.key in arm["evaluations"]]
+            if done:
+                lines.append(_line(experiment, scale, row, evaluation, done))
+            missing += [f"{arm['arm']} ({evaluation.key})" for arm in there if arm not in done]
     used = [arms[key] for line in lines for key in line["arms"]]
     about = {"experiment": experiment.name, "title": experiment.title, "question": experiment.question}
     return plain(
@@ -64,7 +62,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
 
 
 def machines(arms: list[dict[str, Any]]) -> list[str]:
-    """Where and from which state of the code the arms came, and on which tokens: more than one line is worth seeing."""
+    """Machine, versions, data and commits of the arms, a line for each combination."""
     commits: dict[str, set[str]] = {}
     for arm in arms:
         e, data = arm["environment"], arm["data"]
@@ -79,82 +77,82 @@ def short(commit: str | None) -> str:
 
 
 def _line(
-    experiment: Experiment, scale: Scale, row: Row, reading: Reading, arms: list[dict[str, Any]]
+    experiment: Experiment, scale: Scale, row: Row, evaluation: Evaluation, arms: list[dict[str, Any]]
 ) -> dict[str, Any]:
     line: dict[str, Any] = {
         "label": row.label,
         "attention": row.attention,
         "position": row.position,
         "p": row.spec().p,
-        "reading": reading.key,
-        "main": reading == row.reading,
+        "evaluation": evaluation.key,
+        "main": evaluation == row.evaluation,
         "arms": [arm["arm"] for arm in arms],
         "tokens": arms[0]["training"]["tokens"],
     }
-    figures = [arm["readings"][reading.key] for arm in arms]
-    if isinstance(reading, Length):
+    results = [arm["evaluations"][evaluation.key] for arm in arms]
+    if isinstance(evaluation, Length):
         base = arms[0]["recipe"]["length"]
-        line["loss"] = _by_multiple(figures, "by_length", "length", base)
-        line["last"] = _by_multiple(figures, "last", "context", base)
-        line["last_tokens"] = figures[0]["last"][0]["tokens"]
-    elif isinstance(reading, Retrieval):
-        line["rate"] = _rates(figures)
+        line["loss"] = _by_multiple(results, "by_length", "length", base)
+        line["last"] = _by_multiple(results, "last", "context", base)
+        line["last_tokens"] = results[0]["last"][0]["tokens"]
+    elif isinstance(evaluation, Retrieval):
+        line["rate"] = _rates(results)
         line["earlier"] = [
-            {"commit": short(before["environment"]["commit"]), "rate": _rates([before["readings"][reading.key]])}
-            for arm in arms for before in arm["earlier"] if reading.key in before["readings"]
+            {"commit": short(before["environment"]["commit"]), "rate": _rates([before["evaluations"][evaluation.key]])}
+            for arm in arms for before in arm["earlier"] if evaluation.key in before["evaluations"]
         ]  # fmt: skip
-    elif isinstance(reading, Downstream):
-        line["accuracy"] = _accuracies(figures)
+    elif isinstance(evaluation, Benchmarks):
+        line["accuracy"] = _accuracies(results)
     else:
-        line["figures"] = figures[0]
+        line["overflow"] = results[0]
     names = ("val_loss", "train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max", "spikes", "not_finite")
     line["training"] = {name: _worst(arm["training"][name] for arm in arms) for name in names}
-    if row.paper is not None and reading == row.reading:
+    if row.paper is not None and evaluation == row.evaluation:
         others: dict[str, Any] = {"passkey": PASSKEY, "downstream": DOWNSTREAM}
         line["paper"] = (others | LOSSES)[experiment.name].get(row.paper, {})
     return line
 
 
-def _by_multiple(figures: list[dict[str, Any]], curve: str, x: str, base: int) -> dict[str, Any]:
+def _by_multiple(results: list[dict[str, Any]], curve: str, x: str, base: int) -> dict[str, Any]:
     """{multiple: mean, deviation over seeds, seeds}; a seed that diverged makes the mean null."""
     points: dict[str, Any] = {}
-    for index, point in enumerate(figures[0][curve]):
-        values = [figure[curve][index]["loss"] for figure in figures]
+    for index, point in enumerate(results[0][curve]):
+        values = [result[curve][index]["loss"] for result in results]
         whole = [value for value in values if value is not None]
         summary = mean_and_deviation(whole) if len(whole) == len(values) else {"mean": None, "seeds": len(values)}
         points[str(point[x] // base)] = summary
     return points
 
 
-def _rates(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    """{multiple: share decoded right and its interval}, all seeds together."""
+def _rates(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """{multiple: share of correct answers and its interval}, all seeds together."""
     rates: dict[str, Any] = {}
-    for index, row in enumerate(figures[0]["rows"]):
-        counts = [figure["rows"][index]["greedy"] for figure in figures]
+    for index, row in enumerate(results[0]["rows"]):
+        counts = [result["rows"][index]["greedy"] for result in results]
         rates[row["multiple"]] = wilson(sum(c["right"] for c in counts), sum(c["of"] for c in counts))
     return rates
 
 
-def _accuracies(figures: list[dict[str, Any]]) -> dict[str, Any]:
+def _accuracies(results: list[dict[str, Any]]) -> dict[str, Any]:
     """{task: mean over seeds, standard error of one seed, chance}; normalised by length where lm-eval does."""
     found: dict[str, Any] = {}
-    for task, row in figures[0]["tasks"].items():
+    for task, row in results[0]["tasks"].items():
         metric = "acc_norm" if "acc_norm" in row["metrics"] else "acc"
-        values = [figure["tasks"][task]["metrics"][metric]["value"] for figure in figures]
+        values = [result["tasks"][task]["metrics"][metric]["value"] for result in results]
         about = {"metric": metric, "stderr": row["metrics"][metric]["stderr"], "chance": row.get("chance", 0.0)}
         found[task] = mean_and_deviation(values) | about | {"documents": row["documents"]}
     return found
 
 
 def _worst(values: Any) -> float | None:
-    """Largest over seeds; null if any is, which is worse still."""
+    """The largest value over seeds; null (diverged) if any is."""
     values = list(values)
     return None if None in values else max(values)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Of a markdown table."""
+    """A column of a Markdown table."""
 
     title: str
     cells: list[str]
@@ -171,9 +169,13 @@ def with_deviation(point: dict[str, Any] | None) -> str:
     return number(point["mean"]) + spread
 
 
-def markdown(table: dict[str, Any], reading: str = "main", curve: str = "loss") -> str:
-    """The experiment's table as text; the paper's numbers, where there are any, after ours."""
-    rows = [r for r in table["rows"] if (r["main"] if reading == "main" else r["reading"] == reading) and curve in r]
+def _is(row: dict[str, Any], evaluation: str) -> bool:
+    return row["main"] if evaluation == "main" else row["evaluation"] == evaluation
+
+
+def markdown(table: dict[str, Any], evaluation: str = "main", curve: str = "loss") -> str:
+    """Loss by multiple of the training length; the numbers of the paper, if any, in columns after ours."""
+    rows = [r for r in table["rows"] if _is(r, evaluation) and curve in r]
     at = [str(m) for m in table["at"] if any(str(m) in row[curve] for row in rows)]
     paper_at = sorted({int(m) for row in rows for m in row.get("paper", {})}) if curve == "loss" else []
     columns = [Column("", [row["label"] for row in rows])]
@@ -185,10 +187,10 @@ def markdown(table: dict[str, Any], reading: str = "main", curve: str = "loss") 
 
 
 def rates_markdown(table: dict[str, Any], task: str) -> str:
-    """Share of answers decoded right, with its 95% interval; the paper's, where it has one, after ours."""
+    """Share of correct answers with its 95% interval; the numbers of the paper, if any, in columns after ours."""
     rows = []
     for row in table["rows"]:
-        if row["reading"].startswith(task):
+        if row["evaluation"].startswith(task):
             rows.append(row)
             for before in row["earlier"]:
                 rows.append({"label": f"{row['label']}, trained at {before['commit']}", "rate": before["rate"]})
@@ -205,7 +207,7 @@ def rates_markdown(table: dict[str, Any], task: str) -> str:
 
 
 def accuracy_markdown(table: dict[str, Any]) -> str:
-    """Accuracies with one standard error, what chance gives, and the paper's where it has them."""
+    """Accuracies with one standard error, the level of chance, and the numbers of the paper, if any."""
     rows = [row for row in table["rows"] if row["main"]]
     tasks = list(rows[0]["accuracy"])
     columns = [Column("", [row["label"] for row in rows] + ["chance"])]
@@ -220,9 +222,9 @@ def accuracy_markdown(table: dict[str, Any]) -> str:
 
 
 def stability_markdown(table: dict[str, Any]) -> str:
-    """Training's own figures, and the rows lost on the model's own scores in each dtype, textbook and stable."""
+    """Training metrics, and the attention rows lost in each dtype by the textbook and the stable form."""
     rows = [row for row in table["rows"] if row["main"]]
-    overflow = {(row["label"]): row["figures"] for row in table["rows"] if "figures" in row}
+    overflow = {row["label"]: row["overflow"] for row in table["rows"] if "overflow" in row}
     columns = [
         Column("", [row["label"] for row in rows]),
         Column("held-out loss", [number(row["training"]["val_loss"]) for row in rows]),
@@ -230,7 +232,7 @@ def stability_markdown(table: dict[str, Any]) -> str:
         Column("99%", [number(row["training"]["grad_norm_99"], 2) for row in rows]),
         Column("largest", [number(row["training"]["grad_norm_max"], 2) for row in rows]),
         Column("loss spikes", [str(row["training"]["spikes"]) for row in rows]),
-        Column("steps not finite", [str(row["training"]["not_finite"]) for row in rows]),
+        Column("non-finite steps", [str(row["training"]["not_finite"]) for row in rows]),
     ]
     for dtype in next(iter(overflow.values()))["dtypes"] if overflow else []:
         for form in ("textbook", "stable"):
@@ -243,31 +245,28 @@ def stability_markdown(table: dict[str, Any]) -> str:
 
 
 def text_table(columns: list[Column]) -> str:
-    titles = [column.title for column in columns]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(column.cells for column in columns))]
-    return "\n".join(lines) + "\n"
+    return markdown_table((column.title for column in columns), zip(*(column.cells for column in columns)))
 
 
-READING_WORDS = {"ntk": "with NTK", "posthoc": "with p = 15 put on after training"}
+EVALUATION_WORDS = {"ntk": "with NTK", "posthoc": "with p = 15 applied after training"}
 
 
 def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
-    """(caption, markdown) of every table of an experiment: the main one, further readings, and the last tokens."""
+    """(caption, Markdown) of every table of an experiment: main evaluation, further ones, loss of the last tokens."""
     if not any(row["main"] for row in table["rows"]):
         return []
     if table["experiment"] == "stability":
-        return [("Training, and rows lost at the longest length read", stability_markdown(table))]
+        return [("Training, and rows lost at the longest evaluated length", stability_markdown(table))]
     if table["experiment"] == "downstream":
         return [("Accuracy, with one standard error over questions", accuracy_markdown(table))]
     if table["experiment"] == "passkey":
-        tasks = dict.fromkeys(row["reading"].split("-")[0] for row in table["rows"] if row["rate"])
-        caption = "share of answers decoded right (95% interval), by context as a multiple of the training length"
+        tasks = dict.fromkeys(row["evaluation"].split("-")[0] for row in table["rows"] if row["rate"])
+        caption = "share of correct answers (95% interval), by context length as a multiple of the training length"
         return [(f"{task.capitalize()}: {caption}", rates_markdown(table, task)) for task in tasks]
-    shown = [("Held-out loss, nats a token, by length as a multiple of the training length", markdown(table))]
-    for key in dict.fromkeys(r["reading"] for r in table["rows"] if not r["main"] and "loss" in r):
-        words = next(text for word, text in READING_WORDS.items() if word in key)
-        shown.append((f"The same {words}", markdown(table, reading=key)))
+    shown = [("Held-out loss (nats per token), by length as a multiple of the training length", markdown(table))]
+    for key in dict.fromkeys(r["evaluation"] for r in table["rows"] if not r["main"] and "loss" in r):
+        words = next(text for word, text in EVALUATION_WORDS.items() if word in key)
+        shown.append((f"The same {words}", markdown(table, evaluation=key)))
     if len(table["at"]) > 1 and table["experiment"] in ("controls", "figure1"):
         tokens = table["rows"][0]["last_tokens"]
         shown.append((f"Loss of the same last {tokens} tokens, given this much context", markdown(table, curve="last")))
@@ -275,7 +274,7 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def write(experiment: Experiment, scale: Scale, picture: bool = True) -> tuple[dict[str, Any], list[Path]]:
-    """The experiment's table as JSON and text, and its picture, from whatever arms are finished."""
+    """Write the table of an experiment as JSON and Markdown, and its figure, from the arms finished so far."""
     from lssar.plots import plot_experiment
 
     table = collect(experiment, scale, load(scale))
@@ -291,9 +290,10 @@ def write(experiment: Experiment, scale: Scale, picture: bool = True) -> tuple[d
 
 
 def measured_markdown(path: Path) -> str:
-    """Synthetic rows of the stability experiment that each form loses."""
+    """Synthetic attention rows lost by the textbook and the stable form (stability experiment)."""
     result = json.loads(path.read_text())
-    rows = [row for row in result["figures"] if row["p"] in (1, 3, 15, 63)]
+    measured = result["results"] if "results" in result else result["figures"]
+    rows = [row for row in measured if row["p"] in (1, 3, 15, 63)]
     columns = [
         Column("mechanism", [row["attention"] for row in rows]),
         Column("keys", [f"{row['length']}, {row['keys']}" for row in rows]),
@@ -302,4 +302,4 @@ def measured_markdown(path: Path) -> str:
     for form in ("textbook", "stable"):
         for dtype in rows[0][form]:
             columns.append(Column(f"{form}, {dtype}", [str(row[form][dtype]) for row in rows]))
-    return f"Of {rows[0]['rows']} synthetic rows, lost (not finite, or no weight left):\n\n{text_table(columns)}"
+    return f"Of {rows[0]['rows']} synthetic rows, lost (non-finite, or without any weight):\n\n{text_table(columns)}"

@@ -1,4 +1,4 @@
-"""What an arm would be, without running it: shapes from fake tensors, memory from what autograd would keep."""
+"""A dry run of an arm: shapes from fake tensors, memory from the tensors that autograd would keep."""
 
 from __future__ import annotations
 
@@ -101,6 +101,6 @@ def describe(arm: Arm, scale: Scale) -> str:
         f"{p['hidden']} -> logits {p['logits']}\n"
         f"  memory of a process: about {p['memory_gib']:g} GiB ({p['state_gib']:g} weights, gradients and moments, "
         f"{p['activations_gib']:g} kept for the backward)\n"
-        f"  readings: {', '.join(reading.key for reading in arm.readings)}\n"
+        f"  evaluations: {', '.join(evaluation.key for evaluation in arm.evaluations)}\n"
         f"  {p['command']}"
     )

@@ -11,6 +11,7 @@ from lssar.experiments import EXPERIMENTS, collect
 from lssar.experiments.arms import SCALES, Scale
 from lssar.experiments.claims import decide
 from lssar.records import write_file, write_json
+from lssar.tables import markdown_table
 from lssar.training.sources import STDLIB
 
 HEAD = """# Results{at}
@@ -47,8 +48,8 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
         f"{units} ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
         f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
-        "its own: 124M on FineWeb-10B. Compare losses within a table: readings to 16x and to 64x are of different "
-        "pieces of the held-out text, and the loss held out in training is of others again.\n\n"
+        "its own: 124M on FineWeb-10B. Compare losses within a table: evaluations to 16x and to 64x use different "
+        "pieces of the held-out text, and the held-out loss during training uses others again.\n\n"
     )
     text += f"{scale.remark}\n\n" if scale.remark else ""
     text += "## Claims\n\n"
@@ -59,11 +60,11 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
             f"In brackets the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): a model of "
             f"{SCALES[BESIDE].base.size} parameters on bytes, which says less, but which anybody can run.\n\n"
         )
-    text += "| | claim | verdict | evidence | command |\n|---|---|---|---|---|\n"
+    rows = []
     for c in claims:
-        claim = f"{c['text']} ({c['source']})"
         verdict = f"**{c['verdict']}**" + (f" ({beside[c['claim']]})" if c["claim"] in beside else "")
-        text += f"| {c['claim']} | {claim} | {verdict} | {c['evidence']} | `{c['command']}` |\n"
+        rows.append([c["claim"], f"{c['text']} ({c['source']})", verdict, c["evidence"], f"`{c['command']}`"])
+    text += markdown_table(["", "claim", "verdict", "evidence", "command"], rows)
     text += "\nThe rules that decide, applied by `src/lssar/experiments/claims.py`:\n\n"
     text += "".join(f"- {c['claim']}: {c['rule']}.\n" for c in claims)
     for name, experiment in EXPERIMENTS.items():
@@ -98,7 +99,7 @@ def section(table: dict[str, Any], picture: str | None) -> str:
         text += f"\n![{table['title']}]({picture})\n"
     if table["missing"]:
         missing = ", ".join(f"`{key}`" for key in table["missing"])
-        text += f"\nNot finished yet: {missing}.\n" if parts else "\nNothing of it is read yet.\n"
+        text += f"\nNot finished yet: {missing}.\n" if parts else "\nNot evaluated yet.\n"
     if table["machines"]:
         text += "\n" + ". ".join(table["machines"]) + f". Command: `{table['command']}`.\n"
     return text

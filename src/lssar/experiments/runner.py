@@ -1,10 +1,9 @@
-"""The queue: trains arms, reads them, and records each in a file of its own. Stop it whenever you like.
+"""The queue: trains arms, evaluates them, and records each in its own file. It can be stopped at any time.
 
-RESULTS/ARM.json            one arm: figures read so far, recipe, data, commit, machine
-RESULTS/earlier/ARM-1.json  the same of a training before that, where one was made again: what differs is noise
-RUNS/ARM/                   its run folder: checkpoints, metrics and the readings done so far
-RUNS/ARM.lock               held by the process that works on it. The lock is the kernel's (flock), so it ends with the
-                            process, however that ends: there are no stale ones.
+RESULTS/ARM.json            one arm: its results so far, recipe, data, commit, machine
+RESULTS/earlier/ARM-1.json  results of an earlier training of the same arm; the difference is noise
+RUNS/ARM/                   its run folder: checkpoints, metrics and the evaluations made so far
+RUNS/ARM.lock               held (flock) by the process that works on the arm, and released when that process ends
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch
 
 from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
-from lssar.experiments.readings import HeldOut
+from lssar.experiments.evaluations import HeldOut
 from lssar.records import environment, write_json
 from lssar.training.checkpoints import latest
 from lssar.training.loop import load_run, train
@@ -36,7 +35,7 @@ from lssar.training.metrics import flops_per_token, read_metrics, summarise
 from lssar.training.sources import STDLIB, write_stdlib
 
 LOOK_AGAIN = 0.05
-"""Seconds."""
+"""Seconds between two attempts to take a lock."""
 
 Say = Callable[[str], None]
 Report = Callable[[dict[str, Any]], None]
@@ -44,32 +43,32 @@ Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
 
 
 class Stopped(Exception):
-    """Out of time, or asked to stop; what is done is kept."""
+    """Out of time, or asked to stop; finished work is kept."""
 
 
-class ReadingFailed(Exception):
-    """A required one; what went wrong has been said."""
+class EvaluationFailed(Exception):
+    """A required evaluation failed; its traceback has been printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """What the workers need to know; plain, so that it can be sent to another process."""
+    """The settings of a queue, as plain values that can be sent to another process."""
 
     arms: tuple[Arm, ...]
     required: dict[str, tuple[str, ...]]
-    """Keys of the readings without which an arm is not finished, by arm; the others are read in passing."""
+    """By arm, the keys of the evaluations without which it is not finished; others are made where possible."""
     scale: Scale
     data: Path
     command: str
     bench: Path | None = None
     """Folder of benchmark files."""
     deadline: float | None = None
-    """Of time.time()."""
+    """In terms of time.time()."""
     whole_arms: bool = False
-    """Begin none that would likely not be finished by the deadline, judged by other seeds of the same or, where there
-    are none, by the slowest that this process has done."""
+    """Start no arm that would probably not finish by the deadline, judged by other seeds of the same arm or, if there
+    are none, by the slowest arm of this process."""
     compile: bool | None = None
-    """In place of the recipe's; not part of an arm's identity."""
+    """Overrides the recipe; not part of an arm's identity."""
 
     def result(self, arm: Arm) -> Path:
         return self.scale.results / f"{arm.key}.json"
@@ -79,14 +78,14 @@ class Queue:
 
     def finished(self, arm: Arm) -> bool:
         path = self.result(arm)
-        return path.exists() and set(self.required[arm.key]) <= set(json.loads(path.read_text())["readings"])
+        return path.exists() and set(self.required[arm.key]) <= set(load_result(path)["evaluations"])
 
     def time_left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.time()
 
 
 def prepare_data(scale: Scale, given: Path | None) -> Path:
-    """The folder of shards that all arms share; the standard library's are made on first use."""
+    """The folder of shards that all arms share; those of the standard library are written on first use."""
     if scale.data == STDLIB and given is None:
         folder = scale.runs / STDLIB
         if not folder.exists():
@@ -108,7 +107,7 @@ def prepare_data(scale: Scale, given: Path | None) -> Path:
 
 @contextlib.contextmanager
 def quietly(arm: Arm) -> Iterator[Report]:
-    """Progress in plain lines, a tenth of the steps at a time."""
+    """Progress as plain lines, one for each tenth of the steps."""
 
     def report(row: dict[str, Any]) -> None:
         step, steps = row["step"], arm.recipe.steps
@@ -134,7 +133,7 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     def pass_on(number: int, frame: Any) -> None:
         for process in processes:
             if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGTERM)  # the step under way is finished and saved
+                os.kill(process.pid, signal.SIGTERM)  # the worker finishes the current step and saves
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -147,51 +146,51 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     while not failures.empty():
         failed.append(failures.get())
     if any(process.exitcode not in (0, -signal.SIGTERM) for process in processes):
-        raise RuntimeError(f"workers ended with {[process.exitcode for process in processes]}; see above")
+        raise RuntimeError(f"workers exited with {[process.exitcode for process in processes]}; see above")
     return failed
 
 
 def _worker(queue: Queue, failures: Any, threads: int, workers: int) -> None:
-    torch.set_num_threads(threads)  # more than there are cores wait for each other
-    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on once: a second signal would end at once
+    torch.set_num_threads(threads)  # more threads than cores slow each other down
+    os.setsid()  # Ctrl-C reaches only the parent, which forwards it once; a second signal would kill
     for key in _work(queue, quietly, lambda text: print(text, flush=True), workers):
         failures.put(key)
 
 
 def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
     failed: list[str] = []
-    pace = 0.0  # seconds a step of the slowest arm so far, while so many workers shared the machine
+    pace = 0.0  # seconds per step of the slowest arm of this process
     for number, arm in enumerate(queue.arms, 1):
         if queue.finished(arm):
             continue
         with _claim(queue.run(arm)) as mine:
-            if not mine or queue.finished(arm):  # another process has it, or had it while we looked
+            if not mine or queue.finished(arm):  # another process holds it, or finished it meanwhile
                 continue
             left = queue.time_left() if queue.whole_arms else None
             likely = 0.0 if left is None else _seconds_of_another_seed(queue, arm) or pace * arm.recipe.steps
             if left is not None and left < likely:
-                likely *= min(1.0, _at_work(queue) / workers)  # with fewer at work it goes faster
+                likely *= min(1.0, _at_work(queue) / workers)  # fewer workers make each one faster
             if left is not None and left < likely:
-                say(f"{arm.key} would take {likely:.0f} s, and {max(left, 0):.0f} s are left: not begun")
+                say(f"{arm.key} would take {likely:.0f} s and {max(left, 0):.0f} s are left: not started")
                 continue
-            again = " (its figures are there, but not all that is asked for now)" if queue.result(arm).exists() else ""
+            again = " (some of its evaluations are missing)" if queue.result(arm).exists() else ""
             say(f"arm {number} of {len(queue.arms)}: {arm.key}{again}")
             began = time.monotonic()
             try:
                 run_arm(queue, arm, watch, say)
                 pace = max(pace, (time.monotonic() - began) / arm.recipe.steps)
             except Stopped as reason:
-                say(f"stopped: {reason}; the same command goes on")
+                say(f"stopped: {reason}; the same command resumes")
                 return failed
-            except ReadingFailed as reason:
-                say(f"{reason}; the others go on")
+            except EvaluationFailed as reason:
+                say(f"{reason}; continuing with the next arm")
                 failed.append(arm.key)
             except Exception:
                 failed.append(arm.key)
-                if device_is_lost():  # whatever is begun next would fail as well
-                    say(f"{arm.key}: the device is lost to this process, which ends\n{traceback.format_exc()}")
+                if device_is_lost():  # every further arm would fail too
+                    say(f"{arm.key}: the GPU no longer responds to this process, which exits\n{traceback.format_exc()}")
                     return failed
-                say(f"{arm.key} failed; the others go on\n{traceback.format_exc()}")
+                say(f"{arm.key} failed; continuing with the next arm\n{traceback.format_exc()}")
             if torch.cuda.is_available():
                 torch.compiler.reset()
                 torch.cuda.empty_cache()
@@ -199,19 +198,19 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
 
 
 def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
-    """By its record, on a machine like this one: mechanisms differ in speed by more than machines' loads do."""
+    """Seconds that another seed of the arm took on a machine of the same kind, if one is recorded."""
     kind = lambda e: e.get("gpu") or e["cpu"]  # noqa: E731
     here, found = kind(environment()), []
     for path in queue.scale.results.glob(f"{arm.name}-seed*.json"):
-        result = json.loads(path.read_text())
+        result = load_result(path)
         if kind(result["environment"]) == here:
             training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
-            found.append(training + sum(reading["seconds"] for reading in result["readings"].values()))
+            found.append(training + sum(made["seconds"] for made in result["evaluations"].values()))
     return max(found, default=None)
 
 
 def _at_work(queue: Queue) -> int:
-    """How many arms are held, by this process too."""
+    """The number of arms that are locked, by this process too."""
     held = 0
     for run in map(queue.run, queue.arms):
         if _lock(run).exists():
@@ -221,7 +220,7 @@ def _at_work(queue: Queue) -> int:
 
 
 def device_is_lost() -> bool:
-    """After some errors, not after all, no call to the GPU succeeds in this process."""
+    """Whether calls to the GPU fail in this process, as they do after some errors."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -239,7 +238,7 @@ def _lock(run: Path) -> Path:
 @contextlib.contextmanager
 def _claim(run: Path) -> Iterator[bool]:
     with open(_lock(run), "w") as handle:
-        for attempt in range(2):  # `_at_work` of another process holds a free one, too, for an instant
+        for attempt in range(2):  # `_at_work` of another process may hold a free lock for an instant
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -252,17 +251,17 @@ def _claim(run: Path) -> Iterator[bool]:
 
 
 def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) -> dict[str, Any]:
-    """Train what is left to train, read what is left to read, record.
+    """Train and evaluate whatever is missing, and record the results.
 
-    A reading that fails costs neither the training nor the other readings: they are recorded, and if it is a required
-    one the arm stays unfinished.
+    An evaluation that fails affects neither the training nor other evaluations, which are recorded; the arm stays
+    unfinished if the evaluation is a required one.
     """
     run = queue.run(arm)
     _train(queue, arm, run, watch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, recipe, step = load_run(run, device)
     scale = queue.scale
-    held_out = HeldOut(queue.data, recipe, scale.read_tokens, device, queue.bench, scale.bench_documents)
+    held_out = HeldOut(queue.data, recipe, scale.eval_tokens, device, queue.bench, scale.bench_documents)
     started = json.loads((run / "config.json").read_text())["environment"]
     result = {
         "arm": arm.key,
@@ -278,56 +277,65 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
         "seed": recipe.seed,
         "step": step,
         "training": summarise(read_metrics(run)),
-        "readings": {},
+        "evaluations": {},
         "environment": started,
     }
-    readings: dict[str, Any] = result["readings"]
+    made: dict[str, Any] = result["evaluations"]
     required = queue.required[arm.key]
-    for reading in sorted(arm.readings, key=lambda reading: reading.key not in required):
-        if reading.key not in required and reading.missing(queue.bench):
-            continue  # in passing only where it can be had
-        part = run / "readings" / f"{reading.key}.json"
+    for evaluation in sorted(arm.evaluations, key=lambda evaluation: evaluation.key not in required):
+        if evaluation.key not in required and evaluation.missing(queue.bench):
+            continue
+        part = run / "evaluations" / f"{evaluation.key}.json"
         if not part.exists():
             if (left := queue.time_left()) is not None and left <= 0:
-                raise Stopped("out of time while reading")
+                raise Stopped("out of time during evaluation")
             began = time.monotonic()
             try:
-                figures = reading.read(model, held_out)
+                results = evaluation.evaluate(model, held_out)
             except Exception:
                 if device_is_lost():
                     raise
-                say(f"{arm.key}: reading {reading.key} failed; the others go on\n{traceback.format_exc()}")
+                say(f"{arm.key}: {evaluation.key} failed; continuing\n{traceback.format_exc()}")
                 continue
-            write_json(part, plain({**figures, "seconds": round(time.monotonic() - began, 1)}))
-        readings[reading.key] = json.loads(part.read_text())
+            write_json(part, plain({**results, "seconds": round(time.monotonic() - began, 1)}))
+        made[evaluation.key] = json.loads(part.read_text())
         _record(queue.result(arm), result)
     _record(queue.result(arm), result)
-    if lost := set(required) - set(readings):
-        raise ReadingFailed(f"{arm.key} is trained, but not read: {', '.join(sorted(lost))}")
-    for checkpoint in (run / "checkpoints").glob("step-*"):  # further readings need the weights alone
+    if failed := set(required) - set(made):
+        raise EvaluationFailed(f"{arm.key} is trained, but these evaluations failed: {', '.join(sorted(failed))}")
+    for checkpoint in (run / "checkpoints").glob("step-*"):  # further evaluations need only the weights
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
     return result
 
 
 def _record(path: Path, result: dict[str, Any]) -> None:
-    """After every reading, since the machine may go before the last; but never in place of a file that has more.
+    """Write the result file, unless the one that exists holds evaluations that this one lacks.
 
-    Figures of another training are put aside, not replaced.
+    Called after every evaluation, since the machine may be lost before the last. Results of an earlier training are
+    moved aside, not replaced.
     """
     result = plain(result)
     if path.exists():
-        before = json.loads(path.read_text())
-        if not set(before["readings"]) <= set(result["readings"]):
+        before = load_result(path)
+        if not set(before["evaluations"]) <= set(result["evaluations"]):
             return
-        if before["environment"] != result["environment"]:  # which is the one that training began in
+        if before["environment"] != result["environment"]:  # that of the start of training
             folder = earlier_folder(path.parent)
             number = 1 + sum(1 for _ in folder.glob(f"{path.stem}-*.json"))
             write_json(folder / f"{path.stem}-{number}.json", before)
     write_json(path, result, overwrite=True)
 
 
+def load_result(path: Path) -> dict[str, Any]:
+    """The result file of an arm. Older files call the evaluations "readings"."""
+    result = json.loads(path.read_text())
+    if "readings" in result:
+        result["evaluations"] = result.pop("readings")
+    return result
+
+
 def earlier_folder(results: Path) -> Path:
-    """Of trainings that were made again."""
+    """Folder of the results of earlier trainings of the same arms."""
     return results / "earlier"
 
 
@@ -349,13 +357,13 @@ def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
 
 
 def identity(folder: Path, name: str) -> dict[str, Any]:
-    """Which tokens, wherever they lie."""
+    """Identity of the tokens, wherever the folder is."""
     streams = {split: TokenStream(sorted(folder.glob(f"*{split}*.bin"))).identity() for split in ("train", "val")}
     return {"name": name, **streams}
 
 
 def plain(value: Any) -> Any:
-    """For JSON: floats to six figures, what is not finite to null (a diverged arm is a result too)."""
+    """A value for JSON: floats with six significant digits; non-finite ones become null (a diverged arm)."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -364,8 +372,8 @@ def plain(value: Any) -> Any:
 
 
 def measured(results: Path, name: str, command: str, measure: Callable[[], Any]) -> Path:
-    """Figures of an experiment that need no training, in a file of their own; kept once they are there."""
+    """Write the results of an experiment that need no training, unless they exist."""
     path = results / f"{name}.json"
     if not path.exists():
-        write_json(path, plain({"command": command, "environment": environment(), "figures": measure()}))
+        write_json(path, plain({"command": command, "environment": environment(), "results": measure()}))
     return path

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lssar.data.tokenizers import Tokenizer, load_tokenizer
-from lssar.evaluation.downstream import RULER, Document, benchmark
+from lssar.evaluation.benchmarks import RULER, Document, benchmark
 from lssar.evaluation.likelihood import likelihoods
 from lssar.model import GPT
 

@@ -24,7 +24,7 @@ def _style(rows: list[dict[str, Any]], index: int) -> dict[str, Any]:
     family = (row["attention"], row["position"])
     own = row["p"] is None or (row["attention"] == "lssar" and row["p"] == 15)
     ways = (("posthoc", (0, (1, 1))), ("window", ":"), ("ntk", "--"))
-    line = next((ls for word, ls in ways if word in row["reading"]), "-" if own else (0, (3, 1, 1, 1)))
+    line = next((ls for word, ls in ways if word in row["evaluation"]), "-" if own else (0, (3, 1, 1, 1)))
     if not own and row["p"] == 3:
         line = (0, (5, 3))
     return {"color": colour("" if family in strange else family[0], strange.index(family) if family in strange else 0),
@@ -138,10 +138,10 @@ def _rates(rows: list[dict[str, Any]], table: dict[str, Any]) -> Any:
     """Share of answers decoded right against context, a panel a task."""
     plt = pyplot()
     lines = table["rows"]
-    tasks = list(dict.fromkeys(row["reading"].split("-")[0] for row in lines if row["rate"]))
+    tasks = list(dict.fromkeys(row["evaluation"].split("-")[0] for row in lines if row["rate"]))
     figure, axes = plt.subplots(1, len(tasks), figsize=(4 * len(tasks) + 2, 3.6), squeeze=False, sharey=True)
     for axis, task in zip(axes[0], tasks):
-        members = [row for row in lines if row["reading"].startswith(task)]
+        members = [row for row in lines if row["evaluation"].startswith(task)]
         for index, row in enumerate(members):
             style = _style(members, index)
             at = [float(m) for m in row["rate"]]

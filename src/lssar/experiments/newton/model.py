@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lssar.experiments.newton.orbits import World, typical_step
+from lssar.experiments.newton.orbits import OrbitWorld, typical_step
 from lssar.model import GPT, ModelConfig
 from lssar.specs import AttentionSpec
 
@@ -20,7 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def orbit_model_config(size: str, attention: AttentionSpec, world: World, tokens: int) -> ModelConfig:
+def orbit_model_config(size: str, attention: AttentionSpec, world: OrbitWorld, tokens: int) -> ModelConfig:
     """The vocabulary is the first token's, which names the time step; `tokens` counts it."""
     if size not in SIZES:
         raise ValueError(f"unknown size {size!r} of an orbit model; known: {', '.join(SIZES)}")
@@ -36,13 +36,13 @@ class OrbitModel(nn.Module):
     The first and last layers work in float32 even under autocast: positions matter to more than bfloat16's digits.
     """
 
-    def __init__(self, config: ModelConfig, world: World):
+    def __init__(self, config: ModelConfig, world: OrbitWorld):
         super().__init__()
         self.world = world
         self.gpt = GPT(config)
         W = config.width
         self.read: nn.Module
-        if world.reading == "bins":  # an embedding for x and one for y, joined
+        if world.encoding == "bins":  # an embedding for x and one for y, joined
             embeddings = [nn.Embedding(world.bins, W) for _ in range(2)]
             self.read = nn.ModuleList(embeddings)
             self.join = nn.Linear(2 * W, W)
@@ -68,7 +68,7 @@ class OrbitModel(nn.Module):
     def hidden(self, interval: Tensor, shown: Tensor) -> Tensor:
         """interval (B,), shown (B, L, .) -> (B, L + 1, W); position i + 1 has just read token i."""
         with _float32(shown):
-            if self.world.reading == "bins":
+            if self.world.encoding == "bins":
                 assert isinstance(self.read, nn.ModuleList)
                 x = self.join(torch.cat([embed(shown[..., i]) for i, embed in enumerate(self.read)], -1))
             else:
@@ -79,7 +79,7 @@ class OrbitModel(nn.Module):
     def next_loss(self, interval: Tensor, shown: Tensor) -> Tensor:
         """Next-step loss: cross-entropy in nats a coordinate, or squared error in units of a typical step."""
         hidden = self.hidden(interval, shown)
-        if self.world.reading == "bins":
+        if self.world.encoding == "bins":
             logits = self.say(hidden[:, :-1]).unflatten(-1, (2, self.world.bins))
             return F.cross_entropy(logits.flatten(0, 2).float(), shown.flatten())
         return F.mse_loss(self._change(hidden[:, 1:-1]), (shown[:, 1:] - shown[:, :-1]) / self.step)
@@ -87,7 +87,7 @@ class OrbitModel(nn.Module):
     def next_shown(self, interval: Tensor, shown: Tensor) -> Tensor:
         """What is expected after each token, (B, L, .): numbers, or the likeliest bins."""
         hidden = self.hidden(interval, shown)[:, 1:]
-        if self.world.reading == "bins":
+        if self.world.encoding == "bins":
             return self.say(hidden).unflatten(-1, (2, self.world.bins)).argmax(-1)
         return shown + self.step * self._change(hidden)
 

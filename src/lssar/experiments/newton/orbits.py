@@ -21,11 +21,11 @@ WEEK, HALF_YEAR = 7 * 0.0027, 180 * 0.0027
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class OrbitWorld:
     """A distribution over systems, and how they are shown to a model."""
 
     name: str
-    reading: Literal["positions", "bins"]
+    encoding: Literal["positions", "bins"]
     """`positions`: a token a step with both bodies' coordinates, as numbers (two bodies only). `bins`: a token a body
     and step, planets first and the star last, x and y each in one of `bins` bins."""
     masses: Literal["similar", "exoplanets", "heavy"]
@@ -47,24 +47,24 @@ class World:
     bins: int = 7000
 
     def __post_init__(self) -> None:
-        if self.reading == "positions" and self.planets > 1:
-            raise ValueError("reading='positions' shows two bodies in a token; several planets need reading='bins'")
+        if self.encoding == "positions" and self.planets > 1:
+            raise ValueError("encoding='positions' shows two bodies in a token; several planets need encoding='bins'")
 
 
-ORIGINAL = World(
-    name="original", reading="bins", masses="exoplanets", gravity=4 * math.pi**2, axis=(0.3, 32.0),
+ORIGINAL = OrbitWorld(
+    name="original", encoding="bins", masses="exoplanets", gravity=4 * math.pi**2, axis=(0.3, 32.0),
     eccentricity="beta", intervals=(WEEK, HALF_YEAR), planets=10, centre=1.0, extent=50.0,
 )  # fmt: skip
 
-WORLDS: dict[str, World] = {
+WORLDS: dict[str, OrbitWorld] = {
     # Both masses can be worked out from what is shown: their ratio from the orbits' sizes, their sum from the period.
-    "wellposed": World(
-        name="wellposed", reading="positions", masses="similar", gravity=1.0, axis=(0.7, 3.0), eccentricity="uniform",
+    "wellposed": OrbitWorld(
+        name="wellposed", encoding="positions", masses="similar", gravity=1.0, axis=(0.7, 3.0), eccentricity="uniform",
         intervals=(0.25,),
     ),
     # The same, through the original's tokens: is it the bins?
-    "wellposed-bins": World(
-        name="wellposed-bins", reading="bins", masses="similar", gravity=1.0, axis=(0.7, 3.0), eccentricity="uniform",
+    "wellposed-bins": OrbitWorld(
+        name="wellposed-bins", encoding="bins", masses="similar", gravity=1.0, axis=(0.7, 3.0), eccentricity="uniform",
         intervals=(0.25,),
     ),
     # Vafa et al. 2025, whose protocol the paper follows.
@@ -83,7 +83,7 @@ STAR_LOGNORMAL = (0.20045, -0.67936, 1.62715)
 class Systems:
     """Orbital elements of N systems, float64. Slots of planets that a system does not have hold copies of its first."""
 
-    world: World
+    world: OrbitWorld
     planets: Tensor  # (N,) how many
     planet_mass: Tensor  # (N, P)
     star_mass: Tensor  # (N,)
@@ -104,7 +104,7 @@ class Systems:
 
 
 def draw(
-    world: World, count: int, rng: np.random.Generator, planets: int | None = None,
+    world: OrbitWorld, count: int, rng: np.random.Generator, planets: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Systems:  # fmt: skip
     """`count` systems of a world; `planets` of them in each, or as many as the world's pre-training has."""
@@ -222,33 +222,33 @@ def interleaved_positions(systems: Systems, tokens: int) -> Tensor:
     return torch.where(single[..., None], systems.centre[:, None] + alone, still + among)
 
 
-def to_bins(positions: Tensor, world: World) -> Tensor:
+def to_bins(positions: Tensor, world: OrbitWorld) -> Tensor:
     """Bin of each coordinate; what lies outside goes into the first or last."""
     width = 2 * world.extent / world.bins
     return ((positions + world.extent) / width).floor().long().clamp(0, world.bins - 1)
 
 
-def from_bins(bins: Tensor, world: World) -> Tensor:
+def from_bins(bins: Tensor, world: OrbitWorld) -> Tensor:
     """Middle of each bin."""
     return (bins + 0.5) * (2 * world.extent / world.bins) - world.extent
 
 
 def shown(systems: Systems, tokens: int) -> Tensor:
     """What a model reads: (N, tokens, 4) float32 numbers or (N, tokens, 2) bins."""
-    if systems.world.reading == "positions":
+    if systems.world.encoding == "positions":
         return (two_body_tracks(systems, tokens).positions.flatten(2) / (systems.world.extent / 4)).float()
     return to_bins(interleaved_positions(systems, tokens), systems.world)
 
 
 @lru_cache(maxsize=16)
-def typical_step(world: World) -> float:
+def typical_step(world: OrbitWorld) -> float:
     """Root mean square of a coordinate's change in one step, in the units of `shown`."""
     systems = draw(world, 4096, np.random.default_rng(0), planets=1)
     positions = two_body_tracks(systems, 16).positions / (world.extent / 4)
     return float((positions[:, 1:] - positions[:, :-1]).square().mean().sqrt())
 
 
-def identifiability(world: World, count: int = 20_000, seed: int = 0) -> dict[str, float]:
+def identifiability(world: OrbitWorld, count: int = 20_000, seed: int = 0) -> dict[str, float]:
     """How well the planet's mass can be seen at all: the star's swing in bins, and what the mass is worth in log F."""
     systems = draw(world, count, np.random.default_rng(seed), planets=1)
     tracks = two_body_tracks(systems, 1)

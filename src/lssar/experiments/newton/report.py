@@ -13,17 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from lssar.tables import markdown_table
+
 BLOCK = re.compile(r"(<!-- newton: (\S+) (.*?) -->\n).*?(<!-- end newton -->)", re.S)
 CLOSE = 0.05
 """An exponent is found when it is this close to Newton's."""
 
 Row = dict[str, Any]
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def _groups(rows: Iterable[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -57,7 +53,7 @@ def exponent_table(result: Row) -> str:
              _mean(rows, "error"), _mean(rows, "r2"), str(len(rows))]
         )  # fmt: skip
     head = ["world", "labelled systems", "model", "m1", "m2", "r", "standard error", "largest error", "R²", "seeds"]
-    return _table(head, lines)
+    return markdown_table(head, lines)
 
 
 def comparison_table(result: Row) -> str:
@@ -73,7 +69,7 @@ def comparison_table(result: Row) -> str:
             shown = [f"**{_mean(cells[m], 'error')}**" if m == best else _mean(cells[m], "error") if cells[m] else "-"
                      for m in mechanisms]  # fmt: skip
             lines.append([world, start, f"{labels:,}", *shown])
-        parts.append(_table(["world", "start", "labelled systems", *(f"`{m}`" for m in mechanisms)], lines))
+        parts.append(markdown_table(["world", "start", "labelled systems", *(f"`{m}`" for m in mechanisms)], lines))
     return "\n".join(parts)
 
 
@@ -86,12 +82,14 @@ def law_table(result: Row) -> str:
                 [row["arm"], law["operators"], str(law["draw"]), f"`{law['law']}`", str(law["size"]),
                  f"{law['r2']:.3f}", "yes" if law["newton"] else "no"]
             )  # fmt: skip
-    return _table(["arm", "operators", "draw", "F, in units of geometric means", "size", "R²", "m1 m2 / r²?"], lines)
+    return markdown_table(
+        ["arm", "operators", "draw", "F, in units of geometric means", "size", "R²", "m1 m2 / r²?"], lines
+    )
 
 
 def pretraining_table(result: Row) -> str:
     rows = _groups(result["pretrained"], "world", "mechanism")
-    return _table(
+    return markdown_table(
         ["world", "mechanism", "parameters", "sequences", "loss", "RMS error of a step", "of no motion",
          "of going straight on", "seconds", "seeds"],
         ([world, f"`{mechanism}`", f"{jobs[0]['parameters']:,}", f"{jobs[0]['sequences']:,}",
@@ -102,7 +100,7 @@ def pretraining_table(result: Row) -> str:
 
 
 def identifiability_table(result: Row) -> str:
-    return _table(
+    return markdown_table(
         ["world", "star's swing, bins (median)", "swing below one bin", "planet mass, share of var(log F)",
          "F, 99% / 1%"],
         ([world, f"{v['star_swing_bins_median']:.3g}", f"{100 * v['star_swing_below_one_bin']:.0f}%",
@@ -112,7 +110,7 @@ def identifiability_table(result: Row) -> str:
 
 
 def probe_table(result: Row) -> str:
-    return _table(
+    return markdown_table(
         ["job", "slope (oracle 1)", "correlation", "distance from the diagonal", "R² of the model", "of the oracle",
          "functions"],
         ([row["job"], *(f"{row[key]:.2f}" for key in ("slope", "correlation", "error", "model_r2", "oracle_r2")),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lssar.experiments.newton.model import OrbitModel
-from lssar.experiments.newton.orbits import Systems, Tracks, World, draw, from_bins, shown, two_body_tracks
+from lssar.experiments.newton.orbits import OrbitWorld, Systems, Tracks, draw, from_bins, shown, two_body_tracks
 from lssar.experiments.newton.steps import EAGER, Batch, Execution, Steps
 
 ROLES = {"pretrain": 0, "labels": 1, "test": 2, "probe": 3, "validate": 4}
@@ -43,12 +43,12 @@ class Labelled:
 
 
 def labelled_systems(
-    world: World, count: int, tokens: int, first: int, rng: np.random.Generator, device: torch.device | str = "cpu"
+    world: OrbitWorld, count: int, tokens: int, first: int, rng: np.random.Generator, device: torch.device | str = "cpu"
 ) -> Labelled:
     """Forces from step `first` on, when the masses have had time to show; `tokens` counts the interval's."""
     systems = draw(world, count, rng, planets=1, device=device)
     length = tokens - 1
-    stride = 1 if world.reading == "positions" else 2  # in bins, planet and star take turns
+    stride = 1 if world.encoding == "positions" else 2  # in bins, planet and star take turns
     last = (length + stride - 1) // stride
     if first >= last:
         raise ValueError(f"{tokens} tokens end before step {first}, the first that may have a label")
@@ -69,7 +69,7 @@ def true_state(data: Labelled) -> Tensor:
 
 
 def orbit_batches(
-    world: World, batch: int, tokens: int, seed: int, device: torch.device | str, start: int = 0
+    world: OrbitWorld, batch: int, tokens: int, seed: int, device: torch.device | str, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless fresh systems (interval, shown); batch number `start` and on, the same whenever they are asked for."""
     each = max(1, CHUNK // batch)
@@ -193,10 +193,10 @@ def validation(model: OrbitModel, tokens: int, how: Execution = EAGER, count: in
         with how.autocast(device):
             losses.append(model.next_loss(interval, part).float())
             said.append(model.next_shown(interval, part))
-    stride = 1 if world.reading == "positions" else 2
+    stride = 1 if world.encoding == "positions" else 2
     steps = (tokens - 1) // stride
     true = two_body_tracks(systems, steps).positions
-    if world.reading == "positions":
+    if world.encoding == "positions":
         foretold = (torch.cat(said).double() * (world.extent / 4)).unflatten(-1, (2, 2))[:, :-1]
     else:
         flat = from_bins(torch.cat(said), world)[:, : steps * 2 - 1]  # what follows each token

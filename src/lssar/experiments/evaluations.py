@@ -1,6 +1,6 @@
-"""Ways to read a trained model. A reading is a value with a key; `read` gives plain figures.
+"""Evaluations of a trained model. Each is a value with a key; `evaluate` returns its results as plain values.
 
-NTK, a window, and a re-weighting that is put on after training need no training of their own: they are readings.
+NTK scaling, a window and re-weighting applied after training need no training of their own: they are evaluations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lssar.data.stream import TokenStream
 from lssar.data.tasks import TaskMaker, background_of
-from lssar.evaluation.downstream import evaluate_benchmark, find_file, read_documents
+from lssar.evaluation.benchmarks import evaluate_benchmark, find_file, read_documents
 from lssar.evaluation.length import evaluate_length, held_out_documents, held_out_shards, pieces_of
 from lssar.evaluation.overflow import DTYPES, model_overflow
 from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
@@ -28,17 +28,17 @@ from lssar.training.sources import tokenizer_of
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text for readings, the same for every arm of a scale."""
+    """The held-out text, the same for every arm of a scale."""
 
     folder: Path
     recipe: Recipe
     tokens: int
-    """Of one reading."""
+    """Tokens of one evaluation."""
     device: str
     bench: Path | None = None
     """Folder of benchmark files."""
     bench_documents: int | None = None
-    """Of each benchmark at most; None: all."""
+    """At most this many documents of each benchmark; None: all."""
 
     def pieces(self, length: int) -> list[Tensor]:
         """About `tokens` in pieces of `length`, spread over as many documents as there are."""
@@ -49,25 +49,25 @@ class HeldOut:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """What to read in, if not the weights' own dtype."""
+        """The dtype of autocast; None: the dtype of the weights."""
         return torch.bfloat16 if self.device == "cuda" and self.recipe.dtype == "bfloat16" else None
 
 
-class Reading(Protocol):
+class Evaluation(Protocol):
     @property
     def key(self) -> str:
-        """Names the reading among those of an arm; differs whenever the figures may."""
+        """Unique among the evaluations of an arm; differs whenever the results may differ."""
         ...
 
     def missing(self, bench: Path | None) -> str | None:
-        """What it would need and has not, in a sentence; None if it can be made."""
+        """What this evaluation needs and cannot find, as a sentence; None if nothing is missing."""
         ...
 
-    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]: ...
+    def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]: ...
 
 
 class _Always:
-    """For readings that need nothing but held-out text."""
+    """An evaluation that needs held-out text only."""
 
     def missing(self, bench: Path | None) -> str | None:
         return None
@@ -75,7 +75,7 @@ class _Always:
 
 @contextlib.contextmanager
 def reweighted(model: GPT, p: float | None) -> Iterator[None]:
-    """The model with re-weighting put on every layer, trained without it or not; None leaves it as it is."""
+    """Apply re-weighting with power p to every layer inside the context; None changes nothing."""
     layers = [block.attention for block in model.layers()]
     before = [layer.spec for layer in layers]
     try:
@@ -95,9 +95,9 @@ class Length(_Always):
     to: int = 16
     ntk: Literal["off", "length"] = "off"
     windowed: bool = False
-    """Through a sliding window of the training length."""
+    """With a sliding window of the training length."""
     p: float | None = None
-    """Re-weighting put on after training."""
+    """Re-weighting applied after training."""
 
     @property
     def key(self) -> str:
@@ -108,7 +108,7 @@ class Length(_Always):
     def multiples(self) -> list[int]:
         return [2**i for i in range(self.to.bit_length())]
 
-    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+    def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         base = held_out.recipe.length
         window = base if self.windowed else None
         with reweighted(model, self.p):
@@ -120,7 +120,7 @@ class Length(_Always):
 
 @dataclass(frozen=True)
 class Retrieval(_Always):
-    """Share of answers that are decoded right, by context; see `lssar eval retrieval`."""
+    """Share of answers decoded correctly, by context length; see `lssar eval retrieval`."""
 
     task: str = "passkey"
     ntk: Literal["off", "length"] = "off"
@@ -132,9 +132,9 @@ class Retrieval(_Always):
         extras = [("ntk", self.ntk != "off"), ("window", self.windowed)]
         return "-".join([self.task, f"{max(self.multiples):g}x", *(word for word, on in extras if on)])
 
-    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+    def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         if held_out.recipe.retrieval_share and self.task not in held_out.recipe.retrieval_tasks:
-            return {"task": self.task, "rows": []}  # it was taught others
+            return {"task": self.task, "rows": []}  # the model was not trained on this task
         base, folder = held_out.recipe.length, held_out.folder
         tokenizer = tokenizer_of(folder, held_out.recipe.vocab_size)
         maker = TaskMaker(tokenizer, background_of(TokenStream(held_out_shards(folder)), tokenizer.eot))
@@ -143,7 +143,7 @@ class Retrieval(_Always):
         for multiple in self.multiples:
             length = int(multiple * base)
             if length < maker.shortest(self.task):
-                continue  # bytes, mostly: what has to be in it does not fit
+                continue  # the task does not fit, as some do not in short contexts of bytes
             samples = min(16, max(4, held_out.tokens // (length * len(DEPTHS))))
             found = evaluate_retrieval(
                 model, maker, self.task, length, samples=samples, ntk=self.ntk,
@@ -155,7 +155,7 @@ class Retrieval(_Always):
 
 @dataclass(frozen=True)
 class Overflow(_Always):
-    """Rows of the trained model's own scores that textbook and stable forms of its re-weighting lose, by dtype."""
+    """Attention rows of the trained model that the textbook and the stable form of re-weighting lose, by dtype."""
 
     multiples: tuple[int, ...] = (1, 16)
     pieces: int = 8
@@ -164,7 +164,7 @@ class Overflow(_Always):
     def key(self) -> str:
         return "overflow-" + "-".join(f"{m}x" for m in self.multiples)
 
-    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+    def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         base = held_out.recipe.length
         longest = max(self.multiples) * base
         ids = torch.stack([piece[:-1] for piece in held_out.pieces(longest)[: self.pieces]]).to(held_out.device)
@@ -173,8 +173,8 @@ class Overflow(_Always):
 
 
 @dataclass(frozen=True)
-class Downstream:
-    """Zero-shot accuracy from local benchmark files, by the harness that needs nothing else."""
+class Benchmarks:
+    """Zero-shot accuracy on local benchmark files, with the built-in harness."""
 
     tasks: tuple[str, ...] = ("arc_easy", "hellaswag", "piqa", "sciq", "lambada_openai", "blimp")
 
@@ -188,9 +188,9 @@ class Downstream:
             return f"{error}; say with --bench FOLDER where the benchmarks are (docs/evaluation.md)"
         return None
 
-    def read(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
+    def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
-        length = max(512, held_out.recipe.length)  # questions of bytes are longer than the smoke scale's training
+        length = max(512, held_out.recipe.length)  # questions in bytes need more than the smoke scale's length
         batch_tokens = 262_144 if held_out.device == "cuda" else 16_384
         found = {}
         for task in self.tasks:

@@ -10,7 +10,7 @@ import torch
 
 from lssar.cli import main
 from lssar.data.tokenizers import load_tokenizer
-from lssar.evaluation.downstream import BENCHMARKS, chance, evaluate_benchmark, find_file, read_documents
+from lssar.evaluation.benchmarks import BENCHMARKS, chance, evaluate_benchmark, find_file, read_documents
 from lssar.evaluation.likelihood import encode_pair, likelihoods
 from lssar.model import GPT, ModelConfig
 
