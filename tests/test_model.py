@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import lssar
+from lssar.layouts import parse_layout
 from lssar.model import GPT, SIZES, ModelConfig, model_config
 from lssar.ops.loss import IGNORE
 
@@ -22,6 +23,10 @@ VARIANTS = {
     "tpa softmax": {"projection": "tpa", "attention": lssar.spec("softmax")},
     "a mechanism a layer": {"attention": (lssar.spec("softmax"), lssar.spec("lssar"))},
     "no bias": {"bias": False},
+    "mixed": {"pattern": parse_layout("softmax@5 softmax/alibi lssa+lssar/none"), "layers": 3},
+    "divided heads": {"pattern": parse_layout("softmax:1+ssmax:1+lssar:2@7"), "key_heads": 4},
+    "divided heads, one key head": {"pattern": parse_layout("lssa:1+lssar,p=3:3"), "key_heads": 1},
+    "tpa, divided heads": {"pattern": parse_layout("softmax@5/alibi lssa+lssar/none"), "projection": "tpa"},
 }
 
 
@@ -162,6 +167,10 @@ def test_config_to_plain_values_and_back(changes):
         ({"attention": (lssar.spec("lssar"),)}, "one mechanism a layer means 2"),
         ({"position": "alibi"}, "alibi needs a dot-product softmax"),
         ({"projection": "tpa", "key_heads": 2}, "key_heads must equal heads"),
+        ({"pattern": parse_layout("softmax@8*3 lssar/none")}, "has 4 layers, more than the model's 2"),
+        ({"pattern": parse_layout("lssar"), "window": 3}, "window cannot be given with it"),
+        ({"pattern": parse_layout("lssa:1+lssar:2")}, "4 heads do not divide into the 3 parts of 'lssa:1.lssar:2'"),
+        ({"pattern": parse_layout("lssa:1+lssar:3"), "key_heads": 2}, "divides a group of 2 query heads"),
     ],
 )
 def test_bad_configs(fields, words):
@@ -171,6 +180,66 @@ def test_bad_configs(fields, words):
         ModelConfig.from_dict({"depth": 3})
     with pytest.raises(ValueError, match="unknown model size"):
         model_config("7b")
+
+
+def test_a_config_of_before_layouts_loads_as_it_was():
+    """A config.json that was written before `pattern` existed."""
+    kept = {
+        "layers": 2, "width": 32, "heads": 4, "key_heads": None, "vocab_size": 61, "pad_vocab_to": 128,
+        "train_length": 16, "attention": lssar.spec("lssar", train_length=16).to_dict(), "position": "rope",
+        "rope_base": 10000.0, "window": 5, "projection": "plain", "tpa_ranks": [6, 2, 2], "mlp_ratio": 4, "bias": True,
+        "checkpoint_layers": False,
+    }  # fmt: skip
+    config = ModelConfig.from_dict(kept)
+    assert config.to_dict() == kept
+    assert config.layout == "lssar@5"
+    assert set(GPT(config).state_dict()) == {
+        "embed.weight", "norm.weight", "norm.bias",
+        *(f"blocks.{i}.{part}.{kind}" for i in range(2) for kind in ("weight", "bias")
+          for part in ("norm1", "norm2", "attention.project.qkv", "attention.out", "up", "down")),
+    }  # fmt: skip
+
+
+def test_a_model_shows_its_layout():
+    model = small(layers=4, pattern=parse_layout("softmax@5*3 lssa+lssar/none"))
+    assert "layout='softmax@5*3 lssa+lssar/none'" in repr(model)
+    assert "layout='softmax@5*3 lssa+lssar/none'" in repr(model.config)
+    assert "attention" not in repr(model.config)
+
+
+def test_divided_heads_are_two_mechanisms():
+    """Each half of the heads as in a model where all heads are of that mechanism."""
+    ids = torch.randint(61, (2, 24))
+    models = {name: small(layers=1, pattern=parse_layout(name)) for name in ("lssa", "lssar", "lssa+lssar")}
+    outs = {}
+    for name, model in models.items():
+        layer = model.layers()[0].attention
+        layer.out = torch.nn.Identity()
+        outs[name] = layer(model.embed(ids))
+    assert torch.equal(outs["lssa+lssar"], torch.cat([outs["lssa"][..., :16], outs["lssar"][..., 16:]], -1))
+
+
+def test_a_window_at_test_time_narrows_what_layers_see():
+    ids = torch.randint(61, (1, 24))
+    mixed, narrow = (
+        small(layers=2, pattern=parse_layout(text)) for text in ("softmax@5 lssar/none", "softmax@5 lssar@9/none")
+    )
+    mixed.window = 9
+    torch.testing.assert_close(mixed(ids), narrow(ids))
+    mixed.window = None
+    assert not torch.allclose(mixed(ids), narrow(ids))
+
+
+def test_power_is_set_in_every_layer_and_taken_back():
+    ids = torch.randint(61, (1, 24))
+    model, other = (small(pattern=parse_layout(text)) for text in ("lssa+lssar", "lssa+lssar,p=3"))
+    plain = model(ids)
+    model.set_power(3)
+    assert torch.equal(model(ids), other(ids))
+    assert model.layers()[0].attention.power.device.type == "cpu"
+    assert not any("power" in key for key in model.state_dict())
+    model.set_power(None)
+    assert torch.equal(model(ids), plain)
 
 
 @pytest.mark.parametrize("ntk", ["off", "length"])

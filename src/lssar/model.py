@@ -1,4 +1,4 @@
-"""GPT-2 as the paper trains it: rotary positions in place of learned ones, tied head, and any attention mechanism."""
+"""GPT: GPT-2 as the paper trains it (rotary positions, tied head), with any pattern of attention layers."""
 
 from __future__ import annotations
 
@@ -15,26 +15,29 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lssar.configs import check_fields
+from lssar.layouts import LayerConfig, Pattern, Position, format_layout, shortest
 from lssar.nn import (
     Attention,
-    AttentionConfig,
     LayerCache,
     Positions,
     Projection,
     alibi_slopes,
     ntk_base,
     rotary_angles,
+    token_positions,
 )
 from lssar.ops.loss import next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
 
 LSSAR = spec("lssar")
-Position = Literal["rope", "alibi", "none"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ModelConfig:
-    """Everything that decides the shape and arithmetic of a model; plain values, so it can be stored and compared."""
+    """Everything that decides the shape and arithmetic of a model; plain values, so it can be stored and compared.
+
+    `attention`, `position` and `window` describe a model whose layers are all of one kind; `pattern` any other.
+    """
 
     layers: int
     width: int
@@ -50,6 +53,8 @@ class ModelConfig:
     position: Position = "rope"
     rope_base: float = 10_000.0
     window: int | None = None
+    pattern: Pattern = ()
+    """Layers that repeat, in place of the three fields above; see `lssar.layouts`."""
     projection: Projection = "plain"
     tpa_ranks: tuple[int, int, int] = (6, 2, 2)
     mlp_ratio: int = 4
@@ -63,35 +68,58 @@ class ModelConfig:
                 raise ValueError(f"{name} must be an integer >= 1; got {getattr(self, name)!r}")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads; got {self.width} and {self.heads}")
-        if self.position not in ("rope", "alibi", "none"):
-            raise ValueError(f"position must be 'rope', 'alibi' or 'none'; got {self.position!r}")
-        if self.position == "rope" and (self.head_size % 2 or self.head_size < 4):
-            raise ValueError(f"rope needs an even head size of at least 4; got {self.head_size}")
         if self.heads % (self.key_heads or self.heads):
             raise ValueError(f"heads must be a multiple of key_heads; got {self.heads} and {self.key_heads}")
         if isinstance(self.attention, tuple) and len(self.attention) != self.layers:
             raise ValueError(f"one mechanism a layer means {self.layers}; got {len(self.attention)}")
-        if self.position == "alibi":
-            for s in self.layer_specs:
-                if s.cosine or s.log_n or s.activation != "exp" or s.divisor != "l1":
-                    raise ValueError(f"alibi needs a dot-product softmax, which adds a bias to its scores; got {s!r}")
+        if self.pattern:
+            if changed := [name for name in _UNIFORM if getattr(self, name) != getattr(ModelConfig, name)]:
+                raise ValueError(f"pattern says what each layer is; {', '.join(changed)} cannot be given with it")
+            if len(self.pattern) > self.layers:
+                raise ValueError(
+                    f"the layout {self.layout!r} has {len(self.pattern)} layers, more than the model's {self.layers}"
+                )
+        for layer in self.layer_configs:
+            if layer.position == "rope" and (self.head_size % 2 or self.head_size < 4):
+                raise ValueError(f"rope needs an even head size of at least 4; got {self.head_size}")
+            layer.groups(self.heads, self.key_heads or self.heads)
 
     @property
     def head_size(self) -> int:
         return self.width // self.heads
 
     @property
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
+        """Every layer's mechanisms, window and position kind."""
+        if self.pattern:
+            return tuple(self.pattern[i % len(self.pattern)] for i in range(self.layers))
+        specs = self.attention if isinstance(self.attention, tuple) else (self.attention,) * self.layers
+        return tuple(LayerConfig((s,), window=self.window, position=self.position) for s in specs)
+
+    @property
     def layer_specs(self) -> tuple[AttentionSpec, ...]:
-        return self.attention if isinstance(self.attention, tuple) else (self.attention,) * self.layers
+        """The mechanism of each layer, where no layer divides its heads."""
+        return tuple(layer.spec for layer in self.layer_configs)
+
+    @property
+    def layout(self) -> str:
+        """The layers as text, e.g. `softmax@128*3 lssar/none`."""
+        return format_layout(self.pattern or shortest(self.layer_configs))
 
     @property
     def padded_vocab(self) -> int:
         return math.ceil(self.vocab_size / self.pad_vocab_to) * self.pad_vocab_to
 
     def to_dict(self) -> dict[str, Any]:
-        fields = dataclasses.asdict(self)
-        several = isinstance(self.attention, tuple)
-        fields["attention"] = [s.to_dict() for s in self.layer_specs] if several else self.layer_specs[0].to_dict()
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.pattern:
+            fields["pattern"] = [layer.to_dict() for layer in self.pattern]
+            for name in _UNIFORM:
+                del fields[name]
+        else:
+            several = isinstance(self.attention, tuple)
+            fields["attention"] = [s.to_dict() for s in self.layer_specs] if several else self.layer_specs[0].to_dict()
+            del fields["pattern"]
         return fields | {"tpa_ranks": list(self.tpa_ranks)}
 
     @classmethod
@@ -101,9 +129,24 @@ class ModelConfig:
         if (kept := fields.get("attention")) is not None:
             several = isinstance(kept, (list, tuple))
             fields["attention"] = tuple(map(_spec, kept)) if several else _spec(kept)
+        if "pattern" in fields:
+            layers = fields["pattern"] or ()
+            fields["pattern"] = tuple(x if isinstance(x, LayerConfig) else LayerConfig.from_dict(x) for x in layers)
         if "tpa_ranks" in fields:
             fields["tpa_ranks"] = tuple(fields["tpa_ranks"])
         return cls(**fields)
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name not in (*_UNIFORM, "pattern") and getattr(self, field.name) != field.default
+        ]
+        return f"ModelConfig({', '.join([*shown, f'layout={self.layout!r}'])})"
+
+
+_UNIFORM = ("attention", "position", "window")
+"""Fields that describe all layers at once."""
 
 
 def _spec(value: Any) -> AttentionSpec:
@@ -128,15 +171,14 @@ def model_config(size: str, **changes: Any) -> ModelConfig:
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, mechanism: AttentionSpec):
+    def __init__(self, config: ModelConfig, layer: LayerConfig):
         super().__init__()
         W = config.width
-        shape = AttentionConfig(
-            W, config.heads, config.key_heads or config.heads, config.head_size, config.projection, config.tpa_ranks,
-            config.bias,
-        )  # fmt: skip
         self.norm1, self.norm2 = (nn.LayerNorm(W, bias=config.bias) for _ in range(2))
-        self.attention = Attention(shape, mechanism)
+        self.attention = Attention(
+            W, config.heads, layer, key_heads=config.key_heads, rope_base=config.rope_base,
+            projection=config.projection, ranks=config.tpa_ranks, bias=config.bias,
+        )  # fmt: skip
         self.up = nn.Linear(W, config.mlp_ratio * W, bias=config.bias)
         self.down = nn.Linear(config.mlp_ratio * W, W, bias=config.bias)
 
@@ -171,16 +213,13 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.padded_vocab, config.width)
-        self.blocks = nn.ModuleList(Block(config, mechanism) for mechanism in config.layer_specs)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layer_configs)
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.slopes: Tensor | None
-        self.register_buffer(
-            "slopes", alibi_slopes(config.heads) if config.position == "alibi" else None, persistent=False
-        )
+        self.position_kinds = frozenset(layer.position for layer in config.layer_configs)
         self.ntk: float | Literal["off", "length"] = "off"
         """Test-time scaling of the rotary base: a factor, by the length of the call, or off. Not a weight."""
-        self.window = config.window
-        """May be changed at test time too."""
+        self.window: int | None = None
+        """Test-time window: no layer sees more than this. Layers with a smaller window of their own keep it."""
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -196,6 +235,14 @@ class GPT(nn.Module):
     def layers(self) -> list[Block]:
         return [block for block in self.blocks if isinstance(block, Block)]
 
+    def extra_repr(self) -> str:
+        return f"layout={self.config.layout!r}"
+
+    def set_power(self, p: float | None) -> None:
+        """Re-weight with the power p in every layer that re-weights; None: with the power in the config."""
+        for block in self.layers():
+            block.attention.set_power(p)
+
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
@@ -206,7 +253,7 @@ class GPT(nn.Module):
 
     def new_cache(self, room: int) -> Cache:
         """A cache for up to `room` tokens. NTK scaling by length goes by `room`: keys once rotated stay as they are."""
-        return Cache([LayerCache(room) for _ in self.blocks], self.ntk_factor(room))
+        return Cache([block.attention.new_cache(room) for block in self.layers()], self.ntk_factor(room))
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """(B, L) to (B, L, W), before the head; memory is linear in L."""
@@ -230,16 +277,20 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def _positions(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
-        config, length = self.config, x.shape[1]
-        angles = None
-        if config.position == "rope":
-            at = torch.arange(length, device=x.device) + (cache.length if cache is not None else 0)
-            if cu_seqlens is not None:  # positions restart in each document
-                bounds = cu_seqlens.to(device=x.device, dtype=torch.int64)
-                at = at - bounds[torch.searchsorted(bounds, at, right=True) - 1]
-            factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
-            angles = rotary_angles(at, config.head_size, ntk_base(config.rope_base, factor, config.head_size))
-        return Positions(angles, self.slopes, cu_seqlens, self.window)
+        length, start = x.shape[1], cache.length if cache is not None else 0
+        factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
+        at = token_positions(length, x.device, start, cu_seqlens)
+        return self.positions(at, factor, cu_seqlens=cu_seqlens, window=self.window)
+
+    def positions(self, at: Tensor, ntk_factor: float = 1.0, **others: Any) -> Positions:
+        """What the layers need for tokens at the positions `at` (..., L); `others` are further fields."""
+        config = self.config
+        angles = slopes = None
+        if "rope" in self.position_kinds:
+            angles = rotary_angles(at, config.head_size, ntk_base(config.rope_base, ntk_factor, config.head_size))
+        if "alibi" in self.position_kinds:
+            slopes = alibi_slopes(config.heads, at.device)
+        return Positions(angles, slopes, **others)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._padded_logits(hidden)[..., : self.config.vocab_size]

@@ -1,4 +1,4 @@
-"""Layers: rotary positions, ALiBi, the key-value cache, and attention with plain or tensor-product projections.
+"""Attention layers, rotary positions, ALiBi and the key-value cache.
 
 Shape letters: B batch, L tokens of this call, T tokens seen so far, H query heads, h key heads, D head size, W width.
 """
@@ -6,15 +6,16 @@ Shape letters: B batch, L tokens of this call, T tokens seen so far, H query hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lssar.attention import attention
+from lssar.layouts import HeadGroup, LayerConfig, Position, parse_layout
 from lssar.specs import AttentionSpec
 
 
@@ -23,7 +24,11 @@ def ntk_base(base: float, factor: float, head_size: int) -> float:
     return base * max(1.0, factor) ** (head_size / (head_size - 2))
 
 
-def rotary_angles(positions: Tensor, head_size: int, base: float) -> tuple[Tensor, Tensor]:
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, (..., L, D / 2), float32."""
+
+
+def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
     """cos and sin, (..., L, D / 2), float32."""
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
     frequencies = base**-exponents
@@ -42,19 +47,19 @@ _cos_sin_once = torch.library.custom_op(
 _cos_sin_once.register_fake(_cos_sin)
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotate the two halves of the last dimension against each other, in float32, back in the dtype of x."""
     cos, sin = angles
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def alibi_slopes(heads: int) -> Tensor:
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """Press 2022: 2^(-8 i / H) for powers of two; other counts fill in from the next power."""
     power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes)
+    i = torch.arange(heads, device=device, dtype=torch.float32)
+    exponents = torch.where(i < power, 8 * (i + 1), 4 * (2 * (i - power) + 1)) / power
+    return 2.0**-exponents
 
 
 ALIBI_ROOM = 8
@@ -101,21 +106,41 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Positions:
-    """What the layers need to know about where tokens are."""
+    """Where the tokens of a call are, for all layers; each layer uses what its position kind needs."""
 
-    angles: tuple[Tensor, Tensor] | None  # rotary cos, sin of this call's tokens
-    slopes: Tensor | None  # ALiBi
-    cu_seqlens: Tensor | None
-    window: int | None
+    angles: Angles | None = None
+    """Rotary cos and sin of this call's tokens."""
+    slopes: Tensor | None = None
+    """ALiBi."""
+    cu_seqlens: Tensor | None = None
+    window: int | None = None
+    """No layer sees more than this, whatever its own window."""
     attend: Callable[..., Tensor] | None = None
-    """In place of `lssar.attention` with the two above, where masks are kept by somebody else."""
+    """Called as attend(q, k, v, spec, head_scale=, window=) in place of `lssar.attention`, where the caller has masks
+    of its own."""
+
+
+def token_positions(length: int, device: torch.device, start: int = 0, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Positions (L,) of tokens that follow `start` others; they restart in each packed document."""
+    at = torch.arange(length, device=device) + start
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+        at = at - bounds[torch.searchsorted(bounds, at, right=True) - 1]
+    return at
+
+
+def narrower(window: int | None, other: int | None) -> int | None:
+    """The smaller of two windows; None hides nothing."""
+    return other if window is None else window if other is None else min(window, other)
 
 
 Projection = Literal["plain", "tpa"]
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class ProjectionConfig:
+    """Shapes of the maps from hidden states to q, k and v."""
+
     width: int
     heads: int
     key_heads: int
@@ -129,18 +154,18 @@ class AttentionConfig:
 class PlainProjection(nn.Module):
     """q, k, v as linear maps of x; the cache keeps k and v."""
 
-    def __init__(self, config: AttentionConfig):
+    def __init__(self, config: ProjectionConfig):
         super().__init__()
         self.config = config
         self.sizes = [heads * config.head_size for heads in (config.heads, config.key_heads, config.key_heads)]
         self.qkv = nn.Linear(config.width, sum(self.sizes), bias=config.bias)
 
-    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         B, L, _ = x.shape
         parts = self.qkv(x).split(self.sizes, -1)
         q, k, v = (part.view(B, L, -1, self.config.head_size).transpose(1, 2) for part in parts)
-        if positions.angles is not None:
-            q, k = rotate(q, positions.angles), rotate(k, positions.angles)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
             k, v = cache.append(k, v)
         return q, k, v
@@ -153,7 +178,7 @@ class TensorProductProjection(nn.Module):
     token in place of 2 heads * head size.
     """
 
-    def __init__(self, config: AttentionConfig):
+    def __init__(self, config: ProjectionConfig):
         super().__init__()
         if config.key_heads != config.heads:
             raise ValueError("TPA shares keys by their rank, not by head groups: key_heads must equal heads")
@@ -161,14 +186,14 @@ class TensorProductProjection(nn.Module):
         self.sizes = [rank * size for rank in config.ranks for size in (config.heads, config.head_size)]
         self.factors = nn.Linear(config.width, sum(self.sizes), bias=config.bias)
 
-    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         B, L, _ = x.shape
         aq, bq, ak, bk, av, bv = (
             part.view(B, L, rank, -1).transpose(1, 2)  # (B, rank, L, heads or head size)
             for part, rank in zip(self.factors(x).split(self.sizes, -1), (r for r in self.config.ranks for _ in "ab"))
         )
-        if positions.angles is not None:
-            bq, bk = rotate(bq, positions.angles), rotate(bk, positions.angles)
+        if angles is not None:
+            bq, bk = rotate(bq, angles), rotate(bk, angles)
         if cache is not None:
             ak, bk, av, bv = cache.append(ak, bk, av, bv)
         return _outer(aq, bq), _outer(ak, bk), _outer(av, bv)
@@ -180,28 +205,168 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections around `lssar.attention` with one mechanism."""
+    """Causal self-attention, (B, L, width) to (B, L, width), with any mechanism, window and positions.
 
-    def __init__(self, config: AttentionConfig, spec: AttentionSpec):
+    Args:
+        width: of the hidden states.
+        heads: query heads.
+        spec: a mechanism (`"lssar"`, `"lssa+lssar"` to divide the heads, an `AttentionSpec`), or a whole layer as it is
+            written in a layout (`"softmax@128/none"`, a `LayerConfig`).
+        key_heads: fewer than heads: grouped queries.
+        head_size: width / heads, if not given.
+        window: how many tokens a row sees, its own included.
+        position: `rope`, `alibi` (dot-product softmax only) or `none`.
+        projection: `plain`, or `tpa` for tensor-product attention with the given `ranks` of q, k and v.
+
+    Example:
+        >>> layer = lssar.nn.Attention(64, heads=4, spec="lssar", window=128)
+        >>> x = torch.randn(2, 10, 64)
+        >>> y = layer(x)
+        >>> cache = layer.new_cache(room=10)
+        >>> steps = [layer(x[:, i : i + 1], cache=cache) for i in range(10)]
+        >>> torch.allclose(torch.cat(steps, 1), y, atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        spec: str | AttentionSpec | LayerConfig = "lssar",
+        *,
+        key_heads: int | None = None,
+        head_size: int | None = None,
+        window: int | None = None,
+        position: Position | None = None,
+        rope_base: float = 10_000.0,
+        projection: Projection = "plain",
+        ranks: tuple[int, int, int] = (6, 2, 2),
+        bias: bool = True,
+    ):
         super().__init__()
-        self.spec = spec
-        self.project = (TensorProductProjection if config.projection == "tpa" else PlainProjection)(config)
-        self.out = nn.Linear(config.heads * config.head_size, config.width, bias=config.bias)
+        layer = layer_config(spec, window, position)
+        if head_size is None and width % heads:
+            raise ValueError(f"width must be a multiple of heads, or head_size given; got {width} and {heads}")
+        key_heads = key_heads or heads
+        if heads % key_heads:
+            raise ValueError(f"heads must be a multiple of key_heads; got {heads} and {key_heads}")
+        shape = ProjectionConfig(width, heads, key_heads, head_size or width // heads, projection, ranks, bias)
+        if layer.position == "rope" and (shape.head_size % 2 or shape.head_size < 4):
+            raise ValueError(f"rope needs an even head size of at least 4; got {shape.head_size}")
+        self.groups = layer.groups(heads, key_heads)
+        self.window, self.position, self.rope_base = layer.window, layer.position, rope_base
+        self.project = (TensorProductProjection if projection == "tpa" else PlainProjection)(shape)
+        self.out = nn.Linear(heads * shape.head_size, width, bias=bias)
+        self.power: Tensor | None = None
+        """Power of every re-weighted mechanism in place of its own; set by `set_power`, not a weight."""
         self.head_scale = None
-        if spec.head_scale is not None:
-            self.head_scale = nn.Parameter(torch.full((config.heads,), float(spec.head_scale)))
+        if any(group.spec.head_scale is not None for group in self.groups):
+            # One number a head, also where only some of the mechanisms use theirs.
+            scales = [float(g.spec.head_scale or 0.0) for g in self.groups for _ in range(g.heads.start, g.heads.stop)]
+            self.head_scale = nn.Parameter(torch.tensor(scales))
 
-    def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
-        q, k, v = self.project(x, positions, cache)
-        size = v.shape[-1]
-        if positions.slopes is not None:
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The mechanism of each group of heads; may be changed at test time."""
+        return tuple(group.spec for group in self.groups)
+
+    @specs.setter
+    def specs(self, specs: Sequence[AttentionSpec]) -> None:
+        self.groups = tuple(replace(group, spec=s) for group, s in zip(self.groups, specs, strict=True))
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The mechanism of a layer that has only one."""
+        if len(self.groups) > 1:
+            raise ValueError("this layer divides its heads between mechanisms; see `specs`")
+        return self.groups[0].spec
+
+    @spec.setter
+    def spec(self, spec: AttentionSpec) -> None:
+        self.specs = [spec]
+
+    def set_power(self, p: float | None) -> None:
+        """Re-weight with the power p from now on; None: with each mechanism's own.
+
+        The power is a tensor on the CPU, so that a compiled graph takes it as an input and is not compiled again.
+        """
+        if p is None or all(s.p is None for s in self.specs):
+            self.power = None
+        elif self.power is None:
+            self.power = torch.tensor(float(p), dtype=torch.float64, device="cpu")
+        else:
+            self.power.fill_(p)
+
+    def new_cache(self, room: int) -> LayerCache:
+        """A cache for up to `room` tokens."""
+        return LayerCache(room)
+
+    def positions(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Positions:
+        """Of the tokens x (B, L, W) that follow those of the cache, for a layer that is called by itself."""
+        shape = self.project.config
+        at = token_positions(x.shape[1], x.device, 0 if cache is None else cache.length, cu_seqlens)
+        return Positions(
+            angles=rotary_angles(at, shape.head_size, self.rope_base) if self.position == "rope" else None,
+            slopes=alibi_slopes(shape.heads, x.device) if self.position == "alibi" else None,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def forward(
+        self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens x (B, L, W) that follow those of the cache, if there is one. `cu_seqlens` (documents + 1,): x is one
+        row of packed documents, which do not see each other. A model that has computed `positions` for all of its
+        layers passes them."""
+        if positions is None:
+            positions = self.positions(x, cache, cu_seqlens)
+        q, k, v = self.qkv(x, positions, cache)
+        view: dict[str, Any] = {"window": narrower(self.window, positions.window)}
+        if positions.attend is None:
+            view["cu_seqlens"] = positions.cu_seqlens
+        o = self.attend(q, k, v, function=positions.attend or attention, **view)
+        return self.out(o[..., : self.project.config.head_size].transpose(1, 2).flatten(2))
+
+    def qkv(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, L, D) of x and k, v (B, h, T, D) of all tokens that it may see, positions applied."""
+        q, k, v = self.project(x, positions.angles if self.position == "rope" else None, cache)
+        if self.position == "alibi":
+            assert positions.slopes is not None
             q, k = add_alibi(q, k, positions.slopes)
             v = F.pad(v, (0, ALIBI_ROOM))  # one head size for all three: without it the fused kernels refuse
-        if positions.attend is not None:
-            o = positions.attend(q, k, v, self.spec, head_scale=self.head_scale)
-        else:
-            o = attention(
-                q, k, v, self.spec, head_scale=self.head_scale, window=positions.window, cu_seqlens=positions.cu_seqlens
-            )  # fmt: skip
-        o = o[..., :size]
-        return self.out(o.transpose(1, 2).flatten(2))
+        return q, k, v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, function: Callable[..., Tensor] = attention, **view: Any
+    ) -> Tensor:
+        """`lssar.attention` with each mechanism on its heads; `view` is passed on."""
+        outputs = [
+            function(q[:, g.heads], k[:, g.key_heads], v[:, g.key_heads], spec, **own, **view)
+            for g, (spec, own) in ((g, self._mechanism(g)) for g in self.groups)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _mechanism(self, group: HeadGroup) -> tuple[AttentionSpec, dict[str, Any]]:
+        """The group's mechanism, and what else `lssar.attention` takes for it."""
+        spec, scale = group.spec, None
+        if self.power is not None and spec.p is not None:
+            spec = spec.replace(p=float(self.power))
+        if spec.head_scale is not None:
+            assert self.head_scale is not None
+            scale = self.head_scale[group.heads]
+        return spec, {"head_scale": scale}
+
+
+def layer_config(
+    spec: str | AttentionSpec | LayerConfig, window: int | None = None, position: Position | None = None
+) -> LayerConfig:
+    """The one layer that `spec` says, with another window or position kind where those are given."""
+    if isinstance(spec, str):
+        layers = parse_layout(spec)
+        if len(layers) != 1:
+            raise ValueError(f"wanted one layer; {spec!r} has {len(layers)}")
+        layer = layers[0]
+    else:
+        layer = LayerConfig((spec,)) if isinstance(spec, AttentionSpec) else spec
+    changes: dict[str, Any] = {"window": window, "position": position}
+    return replace(layer, **{name: value for name, value in changes.items() if value is not None})

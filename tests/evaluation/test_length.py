@@ -5,6 +5,7 @@ import torch
 import lssar
 from lssar.evaluation.diagnostics import STATISTICS, diagnose, row_statistics
 from lssar.evaluation.length import evaluate_length, interval, pieces_of
+from lssar.layouts import parse_layout
 from lssar.model import GPT, ModelConfig
 
 
@@ -84,8 +85,17 @@ def test_diagnose_sees_what_the_model_does(model):
     assert set(result["statistics"]) == set(STATISTICS)
     assert np.array(result["statistics"]["entropy"]).shape == (2, 2, 4)
     x = model.blocks[0].norm1(model.embed(ids))
-    q, k, v = model.blocks[0].attention.project(x, model._positions(ids, None, None), None)
+    q, k, v = model.blocks[0].attention.qkv(x, model._positions(ids, None, None))
     w = lssar.attention(q, k, v, impl="reference", return_weights=True)[1][:, :, -3:]
     np.testing.assert_allclose(result["statistics"]["largest"][1][0], w.max(-1).values.mean((0, 2)).detach(), rtol=1e-4)
     with pytest.raises(ValueError, match="needs as many"):
         diagnose(model, ids, [64])
+
+
+def test_diagnose_of_mixed_layers():
+    """A local row has as many entries as its window; of divided heads, those of LSSA see every key."""
+    config = ModelConfig(layers=2, width=32, heads=4, vocab_size=50, pattern=parse_layout("softmax@8 lssa+lssar/none"))
+    found = diagnose(GPT(config), torch.randint(50, (2, 32)), [32], rows=3)["statistics"]
+    assert max(found["effective"][0][0]) <= 8
+    assert found["matters"][0][1][:2] == [1.0, 1.0]
+    assert max(found["matters"][0][1][2:]) < 1

@@ -108,8 +108,9 @@ train(Recipe.from_dict({tiny(shards).to_dict()!r}), Path({str(parts)!r}), report
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_equal_one(shards, tmp_path, parallel):
-    train(tiny(shards, lr=3e-4, steps=6), tmp_path / "one")
-    settings = tiny(shards, lr=3e-4, steps=6, parallel=parallel).to_dict()
+    mixed = {"layout": "softmax@8 lssa+lssar/none", "p_schedule": "3:0.5,15"} if parallel == "fsdp" else {}
+    train(tiny(shards, lr=3e-4, steps=6, **mixed), tmp_path / "one")
+    settings = tiny(shards, lr=3e-4, steps=6, parallel=parallel, **mixed).to_dict()
     script = tmp_path / "run.py"
     script.write_text(
         "from pathlib import Path\nimport torch\nfrom lssar.training import Recipe, train\ntorch.set_num_threads(1)\n"

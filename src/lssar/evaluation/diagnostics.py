@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lssar.attention import attention
 from lssar.model import GPT
-from lssar.nn import Attention, add_alibi
+from lssar.nn import Attention, narrower
+from lssar.specs import AttentionSpec
 
 MATTERS = 2.0**-10
 """A key matters when its weight exceeds this share of the uniform weight 1 / n."""
@@ -67,18 +68,18 @@ def _layer_statistics(model: GPT, ids: Tensor, rows: int) -> list[dict[str, Tens
 def _inside(module: Attention, inputs: tuple[Any, ...], rows: int) -> dict[str, Tensor]:
     """Statistics by head (H,) of a layer's last rows, from the layer's own inputs."""
     x, positions = inputs[:2]
-    q, k, v = module.project(x, positions, None)
-    if positions.slopes is not None:
-        q, k = add_alibi(q, k, positions.slopes)
+    q, k, v = module.qkv(x, positions)
+    window = narrower(module.window, positions.window)
+
+    def weights(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any) -> Tensor:
+        return attention(q, k, v, spec, **others, window=window, return_weights=True, impl="tiled")[1]
+
     sums: dict[str, Tensor] = {}
     length = k.shape[2]
     counted = min(rows, length)
     for end in range(length - counted + 1, length + 1):  # one row at a time: each has its own n
-        w = attention(
-            q[:, :, end - 1 : end], k[:, :, :end], v[:, :, :end], module.spec, head_scale=module.head_scale,
-            window=positions.window, return_weights=True, impl="tiled",
-        )[1]  # fmt: skip
-        seen = w[:, :, 0] if positions.window is None else w[:, :, 0, -positions.window :]
+        w = module.attend(q[:, :, end - 1 : end], k[:, :, :end], v[:, :, :end], function=weights)
+        seen = w[:, :, 0] if window is None else w[:, :, 0, -window:]
         for name, value in row_statistics(seen.double()).items():
             sums[name] = sums.get(name, 0) + value.mean(0) / counted
     return sums

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lssar.model import GPT
-from lssar.nn import Attention, add_alibi
+from lssar.nn import Attention, narrower
 from lssar.ops.numerics import FIRST_ROWS, eps_of, flat_tolerance, score_factor
 from lssar.ops.reference import ACTIVATIONS, l1, reweight, scores
 from lssar.specs import AttentionSpec, spec
@@ -84,15 +84,16 @@ def model_overflow(model: GPT, ids: Tensor) -> dict[str, Any]:
     total["stable"] = dict(total["textbook"])
 
     def look(module: Any, inputs: tuple[Any, ...]) -> None:
-        if module.spec.p is None:
-            raise ValueError(f"{module.spec.name!r} has no re-weighting that could overflow")
-        s = _last_rows(module, inputs)
-        counts = overflow_counts(s, module.spec.p, module.spec, module.project.config.head_size)
-        total["rows"] += counts["rows"]
-        for form in ("textbook", "stable"):
-            for name in DTYPES:
-                total[form][name] += counts[form][name]
+        for mechanism, s in _last_rows(module, inputs):
+            assert mechanism.p is not None
+            counts = overflow_counts(s, mechanism.p, mechanism, module.project.config.head_size)
+            total["rows"] += counts["rows"]
+            for form in ("textbook", "stable"):
+                for name in DTYPES:
+                    total[form][name] += counts[form][name]
 
+    if not any(mechanism.p for block in model.layers() for mechanism in block.attention.specs):
+        raise ValueError(f"the model ({model.config.layout}) has no re-weighting that could overflow")
     hooks = [block.attention.register_forward_pre_hook(look) for block in model.layers()]
     try:
         for piece in ids.split(1):
@@ -103,15 +104,20 @@ def model_overflow(model: GPT, ids: Tensor) -> dict[str, Any]:
     return total
 
 
-def _last_rows(module: Attention, inputs: tuple[Any, ...]) -> Tensor:
-    """Scores (B H, L) of a layer's last row, float32."""
+def _last_rows(module: Attention, inputs: tuple[Any, ...]) -> list[tuple[AttentionSpec, Tensor]]:
+    """Each re-weighted mechanism of a layer with the scores (B H, n) of its heads in the last row, float32."""
     x, positions = inputs[:2]
-    q, k, _ = module.project(x, positions, None)
-    if positions.slopes is not None:
-        q, k = add_alibi(q, k, positions.slopes)
-    q = q[:, :, -1:]
-    if module.head_scale is not None:
-        q = q * module.head_scale[:, None, None]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    n = torch.tensor(float(k.shape[2]), device=q.device)
-    return scores(q.float(), k.float(), n, module.spec).flatten(0, 2)
+    q, k, v = module.qkv(x, positions)
+    first = max(0, k.shape[2] - (narrower(module.window, positions.window) or k.shape[2]))
+    found = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, mechanism: AttentionSpec, head_scale: Tensor | None) -> Tensor:
+        if mechanism.p is not None:
+            q = q if head_scale is None else q * head_scale[:, None, None]
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            n = torch.tensor(float(k.shape[2]), device=q.device)
+            found.append((mechanism, scores(q.float(), k.float(), n, mechanism).flatten(0, 2)))
+        return q
+
+    module.attend(q[:, :, -1:], k[:, :, first:], v[:, :, first:], function=keep)
+    return found

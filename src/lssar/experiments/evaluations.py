@@ -77,15 +77,15 @@ class _Always:
 def reweighted(model: GPT, p: float | None) -> Iterator[None]:
     """Apply re-weighting with power p to every layer inside the context; None changes nothing."""
     layers = [block.attention for block in model.layers()]
-    before = [layer.spec for layer in layers]
+    before = [layer.specs for layer in layers]
     try:
         if p is not None:
             for layer in layers:
-                layer.spec = layer.spec.reweighted(p)
+                layer.specs = tuple(spec.reweighted(p) for spec in layer.specs)
         yield
     finally:
         for layer, kept in zip(layers, before):
-            layer.spec = kept
+            layer.specs = kept
 
 
 @dataclass(frozen=True)

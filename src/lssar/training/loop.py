@@ -20,7 +20,7 @@ from lssar.training import checkpoints
 from lssar.training.distributed import Processes, distribute, gradient_sync, world
 from lssar.training.metrics import Metrics, SpikeDetector, flops_per_token, peak_flops
 from lssar.training.optimisers import make_optimisers
-from lssar.training.recipes import Recipe, learning_rate
+from lssar.training.recipes import Recipe, learning_rate, power
 from lssar.training.sources import open_data
 
 Report = Callable[[dict[str, Any]], None]
@@ -65,6 +65,8 @@ def train(
         batches = iter(train_data)
         while step < recipe.steps:
             rate = learning_rate(recipe, step)
+            p = power(recipe, step)
+            model.set_power(p)
             for group in (group for optimiser in optimisers for group in optimiser.param_groups):
                 group["lr"] = rate * group["rate_factor"]
             loss = torch.zeros((), device=w.device)
@@ -88,7 +90,7 @@ def train(
                 "lr": rate,
                 "tokens": step * recipe.batch_tokens,
             }
-            row |= speed(step)
+            row |= speed(step) | ({} if p is None else {"p": p})
             row["spike"] = spike(value)
             row["finite"] = bool(torch.isfinite(loss) & torch.isfinite(norm))
             last = step == recipe.steps

@@ -18,10 +18,16 @@ PEAK_TFLOPS = {  # dense bfloat16, by the vendors' data sheets
 
 
 def flops_per_token(model: GPT, length: int) -> float:
-    """Forward and backward: 6 a weight that multiplies, and attention's two products over half the square."""
-    c = model.config
-    weights = model.parameter_count()
-    return 6 * weights + 6 * c.layers * c.width * length
+    """Forward and backward: 6 for each weight, and attention's two products over the keys that a row sees."""
+    config = model.config
+    seen = sum(mean_visible(length, layer.window) for layer in config.layer_configs)
+    return 6 * model.parameter_count() + 12 * config.width * seen
+
+
+def mean_visible(length: int, window: int | None) -> float:
+    """Mean over the rows of a sequence of how many keys each sees, its own included."""
+    window = min(window or length, length)
+    return window * (length - (window - 1) / 2) / length
 
 
 def peak_flops() -> float | None:

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from lssar.configs import check_fields
 from lssar.data.tasks import TASKS
+from lssar.layouts import UNIFORM, LayerConfig, Pattern, format_layout, names_attention, parse_layout, parse_mechanisms
 from lssar.model import ModelConfig, model_config
 from lssar.records import read_json
-from lssar.specs import spec
+from lssar.specs import AttentionSpec, spec
+from lssar.training.powers import PowerSchedule
 
 CONFIG = "config.json"
 """Of a run folder: recipe, model and environment."""
@@ -29,9 +31,16 @@ class Recipe:
     # model
     size: str = "124m"
     attention: str = "lssar"
-    """A name of `lssar specs`."""
+    """A name of `lssar specs`; `lssa+lssar` divides the heads of a layer between two."""
+    layout: str = "uniform"
+    """`uniform`: every layer is `attention`. `mixed`: three local softmax layers with a window of 128 and rotary
+    positions, then one layer of `attention` without positions; `mixed@64` has another window, `mixed*7` seven local
+    layers. Or any pattern, SPEC[@WINDOW][/rope|alibi|none][*TIMES] ..., e.g. `softmax@128*3 lssar/none`."""
     p: float | None = None
     """Another power for the re-weighting; also puts re-weighting on a mechanism that has none."""
+    p_schedule: str | None = None
+    """Powers during training: `3:0.4,7:0.7,15` is 3 for the first 40% of the steps, 7 up to 70%, then 15; `3..15:0.8`
+    rises over the first 80%. The trained model has the last one."""
     position: Literal["rope", "alibi", "none"] = "rope"
     rope_base: float = 10_000.0
     window: int | None = None
@@ -105,15 +114,58 @@ class Recipe:
         self.model()  # a bad combination is said before anything is loaded
 
     def model(self) -> ModelConfig:
-        changes: dict[str, Any] = {"train_length": self.length}
-        if self.p is not None:
-            changes["p"] = self.p
         heads = {} if self.heads is None else {"heads": self.heads}
         return model_config(
-            self.size, **heads, attention=spec(self.attention, **changes), position=self.position,
-            rope_base=self.rope_base, window=self.window, key_heads=self.key_heads, projection=self.projection,
-            vocab_size=self.vocab_size, train_length=self.length, checkpoint_layers=self.checkpoint_layers,
+            self.size, **heads, **self._layers(), rope_base=self.rope_base, key_heads=self.key_heads,
+            projection=self.projection, vocab_size=self.vocab_size, train_length=self.length,
+            checkpoint_layers=self.checkpoint_layers,
         )  # fmt: skip
+
+    def _layers(self) -> dict[str, Any]:
+        """The fields of a ModelConfig that say what its layers are."""
+        attention = self._attention()
+        uniform = self.layout == UNIFORM
+        if uniform:
+            pattern: Pattern = (dataclasses.replace(attention, window=self.window, position=self.position),)
+        elif self.window is not None or self.position != "rope":
+            raise ValueError(
+                f"layout {self.layout!r} has its own windows and positions; --window and --position do not apply"
+            )
+        else:
+            pattern = parse_layout(self.layout, attention)
+        pattern = tuple(layer.map(lambda s: s.replace(train_length=self.length)) for layer in pattern)
+        if self.p_schedule is not None:
+            pattern = tuple(layer.map(self._final) for layer in pattern)
+            if all(s.p is None for layer in pattern for s in layer.specs):
+                raise ValueError(f"p_schedule needs a mechanism that is re-weighted; got {format_layout(pattern)!r}")
+        if uniform and len(attention.specs) == 1:
+            return {"attention": pattern[0].spec, "window": self.window, "position": self.position}
+        return {"pattern": pattern}
+
+    def _attention(self) -> LayerConfig:
+        """What `attention` and `p` say."""
+        layer = parse_mechanisms(self.attention)
+        if self.p is None:
+            return layer
+        if not names_attention(self.layout):
+            raise ValueError(f"layout {self.layout!r} has its own mechanisms; --p does not apply")
+        if len(layer.specs) == 1:
+            return layer.map(lambda s: s.replace(p=self.p))
+        return layer.map(lambda s: s if s.p is None else s.replace(p=self.p))
+
+    def _final(self, mechanism: AttentionSpec) -> AttentionSpec:
+        """The mechanism with the last power of the schedule, if it is re-weighted."""
+        assert self.p_schedule is not None
+        final = PowerSchedule.parse(self.p_schedule).final
+        if mechanism.p is None:
+            return mechanism
+        usual = spec(mechanism.name).p
+        if mechanism.p not in (usual, final):
+            raise ValueError(
+                f"p = {mechanism.p:g} of {mechanism.name!r} contradicts p_schedule {self.p_schedule!r}, which ends at "
+                f"{final:g}"
+            )
+        return mechanism.replace(p=final)
 
     def micro_steps(self, world: int) -> int:
         """Forwards of one process in one step."""
@@ -189,6 +241,11 @@ def read_recipe(folder: Path) -> Recipe:
         return Recipe.from_dict(fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def power(r: Recipe, step: int) -> float | None:
+    """Power of the re-weighting in the given step, counted from 0; None: each mechanism's own, throughout."""
+    return None if r.p_schedule is None else PowerSchedule.parse(r.p_schedule).at(step, r.steps)
 
 
 def learning_rate(r: Recipe, step: int) -> float:

@@ -61,7 +61,7 @@ def export(
         temporary.chmod(0o755)
         model.save_pretrained(temporary)
         to_transformers(ours).save_pretrained(temporary)
-        mechanism = gpt.config.layer_specs[0].name
+        mechanism = gpt.config.layout
         (temporary / "README.md").write_text(CARD.format(mechanism=mechanism, length=gpt.config.train_length))
         record = {"run": run.name, "step": step, "recipe": recipe.to_dict(), "tokenizer": ours.name}
         write_json(temporary / "export.json", {**record, "command": command_line(), "environment": environment()})

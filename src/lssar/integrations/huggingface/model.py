@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from lssar.integrations.huggingface.attention import masked_attention
 from lssar.integrations.huggingface.config import LssarConfig
 from lssar.model import GPT
-from lssar.nn import LayerCache, Positions, alibi_slopes, ntk_base, rotary_angles
+from lssar.nn import LayerCache, Positions
 
 IMPLEMENTATION = "lssar"
 """What transformers is told of the attention. The mechanism is the model's own; this only finds the mask function."""
@@ -40,15 +40,13 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
         if attn_implementation not in (None, IMPLEMENTATION):
             raise ValueError(
-                f"this model has its mechanism in its config ({self.config.gpt.layer_specs[0].name!r}, trained in); "
+                f"this model has its mechanism in its config ({self.config.gpt.layout!r}, trained in); "
                 f"attn_implementation={attn_implementation!r} would run other arithmetic over its weights"
             )
         return IMPLEMENTATION
 
     def _init_weights(self, module: nn.Module) -> None:
         self.gpt._initialise(module)
-        if isinstance(module, GPT) and module.slopes is not None:  # not among the weights, so that it must be made
-            nn.init.zeros_(module.slopes).add_(alibi_slopes(module.config.heads).to(module.slopes))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.embed
@@ -112,15 +110,13 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
             config=self.config, inputs_embeds=x, attention_mask=mask, past_key_values=cache, position_ids=position_ids
         )
         assert seen_by is None or isinstance(seen_by, Tensor)
-        angles = None
-        if config.position == "rope":
-            base = ntk_base(config.rope_base, self.config.ntk_factor, config.head_size)
-            angles = rotary_angles(position_ids[:, None], config.head_size, base)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mechanism: Any, head_scale: Tensor | None) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, mechanism: Any, head_scale: Tensor | None, window: int | None
+        ) -> Tensor:  # the mask has the window
             return masked_attention(q, k, v, mechanism, mask=seen_by, cu_seqlens=cu_seqlens, head_scale=head_scale)[0]
 
-        return Positions(angles, self.gpt.slopes, None, None, attend)
+        return self.gpt.positions(position_ids[:, None], self.config.ntk_factor, attend=attend)
 
 
 class _TransformersCache(LayerCache):

@@ -1,0 +1,116 @@
+import json
+
+import pytest
+
+import lssar
+from lssar.layouts import LayerConfig, expand, format_layout, parse_layout, parse_mechanisms, shortest
+from lssar.training.recipes import RECIPES, Recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("lssar", [(["lssar"], [1], None, "rope")]),
+        ("softmax@128/alibi", [(["softmax"], [1], 128, "alibi")]),
+        ("lssa+lssar/none", [(["lssa", "lssar"], [1, 1], None, "none")]),
+        ("lssa:1+lssar,p=3:3", [(["lssa", "lssar"], [1, 3], None, "rope")]),
+        ("softmax@32*2 ssmax/none", [(["softmax"], [1], 32, "rope")] * 2 + [(["ssmax"], [1], None, "none")]),
+    ],
+)
+def test_layouts_as_text_and_back(text, layers):
+    pattern = parse_layout(text)
+    assert [
+        ([s.name for s in layer.specs], list(layer.shares), layer.window, layer.position) for layer in pattern
+    ] == layers
+    assert format_layout(pattern) == text
+    assert tuple(LayerConfig.from_dict(json.loads(json.dumps(layer.to_dict()))) for layer in pattern) == pattern
+
+
+def test_numbers_of_a_mechanism_survive():
+    layer = parse_mechanisms("lssar,p=31+ssmax,head_scale=0.5")
+    assert [s.p for s in layer.specs] == [31, None]
+    assert layer.specs[1].head_scale == 0.5
+    assert str(layer) == "lssar,p=31+ssmax,head_scale=0.5"
+    assert str(LayerConfig((lssar.spec("softmax").reweighted(3),))) == "softmax,p=3"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("uniform", "attention"),
+        ("mixed", "softmax@128*3 attention/none"),
+        ("mixed@64", "softmax@64*3 attention/none"),
+        ("mixed@32*7", "softmax@32*7 attention/none"),
+        ("softmax@9 lssar", "softmax@9 lssar"),
+    ],
+)
+def test_names(name, text):
+    assert expand(name) == text
+    if "attention" in text:
+        assert parse_layout(name, parse_mechanisms("lssa+lssar"))[-1].specs[1].name == "lssar"
+        with pytest.raises(ValueError, match="leaves a mechanism open"):
+            parse_layout(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "at least one layer"),
+        ("softmax@", "is no layer"),
+        ("softmax/learned", "is no layer"),
+        ("softmax*0", "repeats a layer 0 times"),
+        ("softmaxx@3 lssar", "unknown attention spec 'softmaxx'"),
+        ("lssa:half+lssar", "must be an integer; got 'half'"),
+        ("lssa:0+lssar", "shares of the heads must be integers >= 1"),
+        ("lssar@0", "window must be an integer >= 1"),
+        ("lssar/alibi", "alibi needs a dot-product softmax"),
+        ("mixed@*3", "is no layer"),
+    ],
+)
+def test_mistakes(text, words):
+    with pytest.raises(ValueError, match=words):
+        parse_layout(text)
+
+
+def test_shortest_pattern():
+    assert format_layout(shortest(parse_layout("softmax lssar softmax lssar softmax"))) == "softmax lssar"
+    assert format_layout(shortest(parse_layout("lssar*4"))) == "lssar"
+
+
+def recipe_with(**changes) -> Recipe:
+    return Recipe(**{"size": "0.8m", "heads": 4, "vocab_size": 257, "length": 128, **changes})
+
+
+def test_recipes_say_what_layers_are():
+    assert recipe_with().model().layout == "lssar"
+    assert recipe_with(position="none", window=9).model().layout == "lssar@9/none"
+    mixed = recipe_with(layout="mixed", attention="lssa+lssar", p=7).model()
+    assert mixed.layout == "softmax@128*3 lssa+lssar,p=7/none"
+    assert all(s.train_length == 128 for layer in mixed.layer_configs for s in layer.specs)
+    assert recipe_with(attention="lssa+lssar").model().layout == "lssa+lssar"
+    own = recipe_with(layout="cosine_softmax@32 attention", attention="ssmax").model()
+    assert own.layout == "cosine_softmax@32 ssmax"
+    annealed = recipe_with(layout="mixed", p_schedule="3:0.5,31").model()
+    assert annealed.layout == "softmax@128*3 lssar,p=31/none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layout": "mixed", "window": 9}, "--window and --position do not apply"),
+        ({"layout": "mixed", "position": "none"}, "--window and --position do not apply"),
+        ({"layout": "softmax@9 lssar", "p": 3}, "--p does not apply"),
+        ({"layout": "softmax@9*5"}, "more than the model's 4"),
+        ({"attention": "softmax", "p_schedule": "3:0.5,15"}, "needs a mechanism that is re-weighted"),
+        ({"p": 3, "p_schedule": "3:0.5,15"}, "contradicts p_schedule"),
+        ({"attention": "lssa+lssar", "heads": 1}, "1 heads do not divide"),
+    ],
+)
+def test_recipes_that_contradict_themselves(changes, words):
+    with pytest.raises(ValueError, match=words):
+        recipe_with(**changes)
+
+
+def test_every_recipe_is_plain_values():
+    for name, recipe in RECIPES.items():
+        assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe, name
