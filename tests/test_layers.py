@@ -30,9 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": EVALUATION,
     "plots": BASE,
     "experiments": EXPERIMENTS,
+    "report": EVALUATION | TRAINING | {"runs", "plots"},
     "benchmark": MODEL,
     "integrations": EVALUATION | TRAINING | {"runs"},
-    "commands": EXPERIMENTS | {"benchmark", "integrations"},
+    "commands": EXPERIMENTS | {"report", "benchmark", "integrations"},
     "cli": {"commands", "configs", "records"},
     "__init__": MODEL | {"integrations"},
 }

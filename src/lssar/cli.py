@@ -17,6 +17,8 @@ COMMANDS: dict[str, str] = {
     "eval": "lssar.cli:Evaluate",
     "diagnose": "lssar.commands.diagnose:Diagnose",
     "generate": "lssar.commands.generate:Generate",
+    "report": "lssar.commands.report:Report",
+    "explore": "lssar.commands.explore:Explore",
     "plot": "lssar.commands.plot:Plot",
     "reproduce": "lssar.commands.reproduce:Reproduce",
     "export": "lssar.commands.export:Export",

@@ -48,14 +48,14 @@ def check_size(subjects: Sequence[Subject], lengths: Sequence[int], top: int, la
         )
 
 
-def token_ids(tokenizer: Tokenizer, content: str, most: int | None) -> tuple[Tensor, int]:
-    """The ids of a text after the tokenizer's end-of-text token, cut to `most`, and how many there are in all."""
+def token_ids(tokenizer: Tokenizer, content: str, most: int) -> tuple[Tensor, bool]:
+    """The first `most` ids of a text after the tokenizer's end-of-text token, and whether that is the whole text."""
     ids = np.concatenate([[tokenizer.eot], tokenizer.encode(content)]).astype(np.int64)
-    return torch.from_numpy(ids[:most]), len(ids)
+    return torch.from_numpy(ids[:most]), len(ids) <= most
 
 
 def write_explorer(
-    subjects: Sequence[Subject], content: str, out: Path, *, title: str, tokens: int | None = 4096, top: int = 32,
+    subjects: Sequence[Subject], content: str, out: Path, *, title: str, tokens: int = 4096, top: int = 32,
     layers: Sequence[int] | None = None, overwrite: bool = False, report: Any = lambda: None,
 ) -> Path:  # fmt: skip
     """One self-contained HTML page with the attention of each model over the text."""
@@ -72,9 +72,8 @@ def write_explorer(
         described, data = _pane(number, subject, ids, rows, losses)
         panes.append(described)
         blobs += data
-    lengths = dict.fromkeys((len(ids), total) for ids, total in cut)
-    shown = ", ".join(
-        f"{kept:,} tokens" if kept == total else f"the first {kept:,} of {total:,} tokens" for kept, total in lengths
+    shown = " and ".join(
+        dict.fromkeys(f"{len(ids):,} tokens" if whole else f"the first {len(ids):,} tokens" for ids, whole in cut)
     )
     body = _body([s.name for s in subjects])
     data_html = embedded_json("panes", panes) + "".join(embedded_bytes(name, data) for name, data in blobs)
