@@ -22,8 +22,8 @@ def runs(tmp_path_factory):
     for name in ("softmax", "lssar"):
         train(recipe("tiny-cpu", attention=name, **TINY), folder / name)
     main([
-        "report", str(folder / "lssar"), str(folder / "softmax"), "--compute", "--multiples", "1", "4", "--samples", "1",
-        "--tasks", "copy", "--pieces", "2", "--out", str(folder / "report.html"),
+        "report", str(folder / "lssar"), str(folder / "softmax"), "--compute", "--multiples", "1", "4",
+        "--samples", "1", "--tasks", "copy", "--pieces", "2", "--out", str(folder / "report.html"),
     ])  # fmt: skip
     return folder
 
@@ -59,7 +59,9 @@ def test_curves_are_those_of_the_files(runs):
     assert drawn["y"] == pytest.approx([p["loss"] for p in result["by_length"]])
     arm = json.loads((runs / "lssar" / "evaluation" / "retrieval.json").read_text())["arms"][0]
     grid = charts["copy · lssar"]["data"][0]["z"]
-    rates = [[cell["greedy"]["rate"] for cell in row["cells"]] for row in sorted(arm["rows"], key=lambda r: r["length"])]
+    rates = [
+        [cell["greedy"]["rate"] for cell in row["cells"]] for row in sorted(arm["rows"], key=lambda r: r["length"])
+    ]
     assert grid == [list(column) for column in zip(*rates)]
     statistics = json.loads((runs / "softmax" / "evaluation" / "diagnose.json").read_text())["statistics"]
     traces = charts["Entropy, nats · softmax"]["data"]
@@ -81,7 +83,10 @@ def test_markup_in_names_is_escaped(runs, tmp_path):
 
 
 def test_thinned_curves_keep_held_out_losses_and_peaks():
-    rows = [{"step": i + 1, "loss": 1.0, "grad_norm": float(i == 37), "val_loss": 2.0 if i == 99 else None} for i in range(1000)]
+    rows = [
+        {"step": i + 1, "loss": 1.0, "grad_norm": float(i == 37), "val_loss": 2.0 if i == 99 else None}
+        for i in range(1000)
+    ]
     kept = thin(rows, 100)
     assert len(kept) == 100
     assert [row["val_loss"] for row in kept if "val_loss" in row] == [2.0]

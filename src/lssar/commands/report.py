@@ -61,9 +61,7 @@ class Report:
             known = found.of(folder.resolve().name)
             out = folder / EVALUATION
             if not known["length"]:
-                Length(
-                    [folder], multiples=self.multiples, pieces=self.pieces, data=self.data, out=out / "length"
-                ).run()
+                Length([folder], multiples=self.multiples, pieces=self.pieces, data=self.data, out=out / "length").run()
             if not known["retrieval"]:
                 Retrieval(
                     [folder], tasks=self.tasks, multiples=self.multiples, samples=self.samples, data=self.data,

@@ -145,8 +145,8 @@ def _body(names: Sequence[str]) -> str:
         f'<section class="pane" data-pane="{i}" aria-label="{text(name)}"><h2>{text(name)}</h2>'
         '<div class="controls"><label>Layer <select class="layer"></select></label>'
         '<label>Head <select class="head"></select></label></div>'
-        '<div class="tokens" tabindex="0" role="application" aria-roledescription="text" aria-label="Tokens. Arrow keys '
-        'move, Escape releases."></div>'
+        '<div class="tokens" tabindex="0" role="application" aria-roledescription="text" '
+        'aria-label="Tokens. Arrow keys move, Escape releases."></div>'
         '<div class="facts"></div><div class="chart" role="img" aria-label="Weights by position of the key"></div>'
         '<ol class="keys" aria-label="Keys with the largest weights"></ol></section>'
         for i, name in enumerate(names)

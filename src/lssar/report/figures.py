@@ -23,7 +23,7 @@ STATISTICS = {
 
 
 def colours(runs: Sequence[RunRecord]) -> dict[str, str]:
-    """A colour for each run name: that of its mechanism in all figures where it is free, else the next of the palette."""
+    """A colour for each run name: that of its mechanism in all figures if it is free, else the next of the palette."""
     chosen: dict[str, str] = {}
     for run in runs:
         wanted = COLOURS.get(str(run.recipe.get("attention", "")))
@@ -93,7 +93,9 @@ def training_charts(runs: Sequence[RunRecord], shades: dict[str, str]) -> list[C
         low = min(top[0], *(row["val_loss"] for run in runs for row in run.training if "val_loss" in row), top[0])
         high = top[int(0.98 * (len(top) - 1))]
         loss.update_yaxes(range=[low - 0.05 * (high - low), high + 0.1 * (high - low)])
-    charts = [Chart("Loss while training", loss, "Dotted: held-out text. The first steps are off the scale.", height=360)]
+    charts = [
+        Chart("Loss while training", loss, "Dotted: held-out text. The first steps are off the scale.", height=360)
+    ]
     for key, title, unit in (("grad_norm", "Gradient norm", "norm"), ("lr", "Learning rate", "rate")):
         shown = [run for run in runs if any(key in row for row in run.training)]
         if not shown:
@@ -111,9 +113,7 @@ def training_charts(runs: Sequence[RunRecord], shades: dict[str, str]) -> list[C
     return charts
 
 
-def length_charts(
-    curves: Sequence[dict[str, Any]], labels: dict[str, str], shades: dict[str, str]
-) -> list[Chart]:
+def length_charts(curves: Sequence[dict[str, Any]], labels: dict[str, str], shades: dict[str, str]) -> list[Chart]:
     """Loss by length, of the last tokens against context, and by position."""
     if not curves:
         return []

@@ -1,7 +1,8 @@
 """A self-contained HTML page: styles, scripts, data and the charting library in one file.
 
 Large parts (Plotly's JavaScript, attention weights) are embedded as gzip in base64 and unpacked by the browser, which
-makes a page about 2 MB instead of 5 MB. Charts are described in Python with Plotly and drawn when they scroll into view.
+makes a page about 2 MB instead of 5 MB. Charts are described in Python with Plotly and drawn when they come
+into view.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def section_html(section: Section, first_chart: int) -> str:
     for number, chart in enumerate(section.charts, first_chart):
         note = f'<p class="note">{text(chart.note)}</p>' if chart.note else ""
         cards.append(
-            f'<figure class="card{" wide" * chart.wide}{" first" * chart.starts_row}"><figcaption>{text(chart.title)}</figcaption>'
+            f'<figure class="card{" wide" * chart.wide}{" first" * chart.starts_row}">'
+            f"<figcaption>{text(chart.title)}</figcaption>"
             f'<div class="chart" data-chart="{number}" style="height:{chart.height}px" role="img" '
             f'aria-label="{text(chart.title)}"></div>{note}</figure>'
         )

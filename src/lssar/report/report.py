@@ -169,7 +169,9 @@ def _provenance(runs: Sequence[RunRecord], shades: dict[str, str]) -> str:
         if run.folder is not None:
             about["folder"] = run.folder
         about |= run.environment
-        rows = "".join(f"<tr><td>{text(key)}</td><td><code>{text(value)}</code></td></tr>" for key, value in about.items())
+        rows = "".join(
+            f"<tr><td>{text(key)}</td><td><code>{text(value)}</code></td></tr>" for key, value in about.items()
+        )
         commands = "".join(f"<pre>{text(command)}</pre>" for command in run.commands)
         opened = " open" if len(runs) == 1 else ""
         parts.append(

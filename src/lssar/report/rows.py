@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lssar.attention import attention
-from lssar.evaluation.diagnostics import row_statistics
 from lssar.model import GPT
 from lssar.nn import Attention, narrower
 from lssar.ops.numerics import FIRST_ROWS
@@ -22,8 +21,8 @@ from lssar.specs import AttentionSpec
 AT_LEAST = 8
 """Keys that a row keeps, however small their weights: those just below a threshold belong in the picture."""
 
-BLOCK_WEIGHTS = 1 << 23
-"""Dense weights that exist at a time."""
+BLOCK_WEIGHTS = 1 << 20
+"""Dense weights of one block of rows: a few megabytes, which stay in the cache."""
 
 
 @dataclass
@@ -38,7 +37,7 @@ class HeadRows:
     """Positions of the keys."""
     weights: Tensor
     before: Tensor | None
-    """Weights before re-weighting, in multiples of the row's mean, which is the threshold; None without re-weighting."""
+    """Weights before re-weighting, in multiples of the row's mean, the threshold; None without re-weighting."""
     left_out: Tensor
     """(N,) sum of the weights that are not kept."""
     above: Tensor
@@ -114,7 +113,7 @@ def _sparse(
         name: [[] for _ in range(heads)]
         for name in ("counts", "keys", "weights", "before", "left_out", "above", "effective")
     }
-    block = max(1, BLOCK_WEIGHTS // (heads * min(length, window or length)))
+    block = max(1, BLOCK_WEIGHTS // (heads * length)) if window is None else max(window, 64)
     for start in range(0, length, block):
         stop = min(length, start + block)
         final = weights(spec, start, stop)
@@ -123,7 +122,7 @@ def _sparse(
         plain = final if spec.p is None else weights(spec.replace(p=None), start, stop)
         relative = plain * n
         above = (relative > torch.where(n <= FIRST_ROWS, 0.0, 1.0)).sum(-1)
-        effective = row_statistics(final)["effective"]
+        effective = torch.special.entr(final).sum(-1).exp()
         # Keys in the order of the weights before re-weighting, which re-weighting keeps: zeros are ordered too.
         order = relative.topk(min(top, relative.shape[-1]), -1).indices
         kept = final.gather(-1, order)

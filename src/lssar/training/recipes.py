@@ -220,6 +220,20 @@ RECIPES: dict[str, Recipe] = {
         size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,
         warmup=50, dtype="float32", compile=False, eval_every=100, save_every=200,
     ),
+    # Long readers: three local softmax layers to one global layer whose heads average (LSSA) or pick (LSSAR).
+    # The models in models/ were trained with these two.
+    "long-tiny": Recipe(
+        size="0.8m", heads=2, layout="mixed@32", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="stdlib",
+        vocab_size=257, length=128, steps=1_500, batch_tokens=4_096, micro_batch=32, optimiser="muon", lr=1e-3,
+        warmup=50, dtype="float32", compile=False, retrieval_share=0.3, retrieval_tasks=("passkey", "needles"),
+        eval_every=250, save_every=250,
+    ),
+    "long-6m": Recipe(
+        size="6m", layout="mixed", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="data/books-4k",
+        vocab_size=4_096, length=512, steps=6_000, batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=1.5e-3,
+        warmup=100, retrieval_share=0.25, retrieval_tasks=("passkey", "needles", "recall"), eval_every=500,
+        save_every=1_000,
+    ),
 }  # fmt: skip
 
 
