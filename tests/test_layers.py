@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lssar"
 
-BASE = {"configs", "records", "specs", "visibility"}
+BASE = {"configs", "records", "specs", "tables", "visibility"}
 OPERATOR = BASE | {"ops", "attention"}
 MODEL = OPERATOR | {"nn", "model"}
 DATA = BASE | {"data"}

@@ -10,7 +10,7 @@ import torch
 from lssar.cli import main
 from lssar.data.tasks import TASKS, TaskMaker
 from lssar.data.tokenizers import load_tokenizer
-from lssar.evaluation.retrieval import evaluate_retrieval, samples_of, wilson
+from lssar.evaluation.retrieval import clustered, evaluate_retrieval, samples_of, wilson
 from lssar.model import GPT, ModelConfig
 from lssar.specs import spec
 
@@ -40,6 +40,31 @@ def test_wilson():
     assert wilson(16, 16)["high"] == 1.0
     with pytest.raises(ValueError, match="nothing"):
         wilson(0, 0)
+
+
+def test_intervals_count_contexts_as_clusters():
+    alone = clustered([[True]] * 8 + [[False]] * 2)
+    assert alone == wilson(8, 10) | {"contexts": 10}
+    alike = clustered([[True] * 4] * 8 + [[False] * 4] * 2)  # four questions of a context that say the same
+    assert alike["of"] == 40
+    assert alike["low"] == pytest.approx(alone["low"], abs=0.03)
+    mixed = clustered([[True, True, True, True, False]] * 8)  # all contexts alike: no sign of clusters
+    assert mixed["low"] == pytest.approx(wilson(32, 40)["low"])
+    agreed = clustered([[True] * 5] * 8)
+    assert agreed["low"] == pytest.approx(wilson(8, 8)["low"])
+
+
+def test_a_hopeless_cell_stops_early_and_chunks_change_nothing(maker):
+    model = model_of()
+    settings = {"samples": 6, "depths": DEPTHS, "choice": False}
+    whole = evaluate_retrieval(model, maker, "passkey", 300, **settings)
+    assert "choice" not in whole
+    assert whole["greedy"]["of"] == 18
+    stopped = evaluate_retrieval(model, maker, "passkey", 300, **settings, give_up=4, batch_tokens=600)
+    assert whole["greedy"]["right"] == 0
+    assert stopped["greedy"]["of"] == 4
+    chunked = evaluate_retrieval(model, maker, "passkey", 300, **settings, chunk=70)
+    assert chunked["nats"] == pytest.approx(whole["nats"], rel=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -193,7 +218,7 @@ def test_fused_prefill_and_decode_give_the_same(maker, attention, monkeypatch):
 
     monkeypatch.setattr(lssar.nn, "attention", fused)
     found = evaluate_retrieval(model, maker, "copy", 40, samples=1)
-    assert {(31, 31), (1, 32), (1, 33), (7, 39)} <= set(shapes)
+    assert {(31, 31), (8, 39)} <= set(shapes)
     assert found["nats"] == pytest.approx(tiled["nats"], rel=1e-3)
     assert found["greedy"] == tiled["greedy"]
 
