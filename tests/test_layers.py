@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lssar"
 
-BASE = {"configs", "records", "specs", "tables", "visibility"}
+BASE = {"configs", "locks", "records", "specs", "tables", "visibility"}
 OPERATOR = BASE | {"ops", "attention"}
 MODEL = OPERATOR | {"nn", "model"}
 DATA = BASE | {"data"}
@@ -18,6 +18,7 @@ EXPERIMENTS = EVALUATION | TRAINING | {"runs", "experiments", "plots"}
 MAY_IMPORT: dict[str, set[str]] = {
     "configs": set(),
     "records": set(),
+    "locks": {"records"},
     "visibility": set(),
     "specs": {"configs"},
     "ops": BASE,

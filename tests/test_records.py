@@ -1,6 +1,6 @@
 import pytest
 
-from lssar.records import environment, write_csv, write_file, write_json
+from lssar.records import check_name, environment, read_json, write_csv, write_file, write_json
 
 
 def test_nothing_is_overwritten_unasked(tmp_path):
@@ -35,3 +35,20 @@ def test_csv_has_every_column(tmp_path):
 def test_environment_names_machine_and_versions():
     record = environment()
     assert all(record[key] for key in ("date", "python", "torch", "cpu", "cores", "threads"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\\b", "a b"])
+def test_names_that_lead_elsewhere_are_refused(name):
+    with pytest.raises(ValueError, match="expected letters"):
+        check_name(name)
+    check_name("gpt2-124m_v1.0")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "no text", "deep"])
+def test_a_damaged_json_file_is_named(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.json: not valid JSON"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"x\.json: expected a JSON object"):
+        read_json(tmp_path / "x.json", dict)

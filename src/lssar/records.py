@@ -1,17 +1,20 @@
-"""What stands beside a figure: where, with what and from which state of the code it came; and files written whole."""
+"""Provenance recorded with each result, and files that are written completely or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
+import hashlib
 import io
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +82,46 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
+def check_name(name: str) -> None:
+    """ValueError for a name that could lead out of the folder its files belong in."""
+    if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
+        raise ValueError(f"name {name!r}: expected letters, digits, dots, dashes and underscores, and not dots alone")
+
+
+def warn(message: str) -> None:
+    """A line on stderr about something that was recovered from; never part of a command's output."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to an OSError, which for a full disk has none in it."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        message = f"{error.strerror or error}; what was finished before is not lost"
+        raise OSError(error.errno, message, str(path)) from error
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk; some file systems report a full disk only here."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def write_file(path: Path, write: Callable[[Path], Any], overwrite: bool = False) -> Path:
-    """`write` fills a temporary file beside `path`, which then takes its name: never half a file, never a lost one."""
+    """Write a file so that it appears complete or not at all: `write` fills a temporary file, which is then renamed."""
     path = Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another name, or ask to overwrite it")
@@ -91,6 +132,7 @@ def write_file(path: Path, write: Callable[[Path], Any], overwrite: bool = False
     try:
         write(temporary)
         temporary.chmod(0o644)
+        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from lssar.data.decode import decode_shards, decoded, manifest_tokenizer
 from lssar.data.shards import open_shard
 from lssar.data.stream import TokenStream
 from lssar.data.tokenizers import Gpt2Tokenizer
+from lssar.records import checksum
 from tests.data.preparing import BYTES, SOURCES, TEXTS, files, interrupted, made, tokens_of, write_jsonl
 
 
@@ -39,11 +40,10 @@ def test_every_kind_of_source(tmp_path, kind):
     assert stream.read(0, len(stream)).tolist() == tokens_of(TEXTS)
     assert [len(shard) for shard in stream.shards] == [50, 50, len(stream) - 100]
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["splits"]["train"] == {
-        "documents": 5,
-        "tokens": len(stream),
-        "shards": ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin"],
-    }
+    names = ["x_train_000001.bin", "x_train_000002.bin", "x_train_000003.bin"]
+    sums = [checksum(out / name) for name in names]
+    train = {"documents": 5, "tokens": len(stream), "shards": names, "sha256": sums}
+    assert manifest["splits"]["train"] == train
     assert manifest["tokenizer"] == {"kind": "bytes"} and manifest["eot"] == 256
     assert manifest["settings"]["shard_tokens"] == 50 and manifest["environment"]["python"]
     assert {path.name for path in out.iterdir()} == {"manifest.json", *manifest["splits"]["train"]["shards"]}

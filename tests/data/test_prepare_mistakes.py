@@ -18,7 +18,7 @@ def test_only_one_at_a_time(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def report(status):
-        with pytest.raises(FileExistsError, match="another process is preparing data"):
+        with pytest.raises(FileExistsError, match="is in use by process"):
             made(source, tmp_path / "out")
 
     made(source, tmp_path / "out", report=report)

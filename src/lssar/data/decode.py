@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from lssar.data.folder import DataFolder
-from lssar.data.shards import Shard, naming
+from lssar.data.shards import Shard
 from lssar.data.stream import DocumentReader, Shards, find_shards
 from lssar.data.tokenizers import END_OF_TEXT, Tokenizer
-from lssar.records import write_file
+from lssar.records import naming, write_file
 
 
 def decoded(shards: Shards, tokenizer: Tokenizer, max_documents: int | None = None) -> Iterator[str]:

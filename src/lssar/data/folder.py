@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,16 @@ import numpy as np
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
 from lssar.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_dict
-from lssar.records import read_json, write_json
+from lssar.records import checksum, read_json, warn, write_json
 
 MANIFEST = "manifest.json"
 STDLIB = "stdlib"
 """Name of the built-in data: the source of Python's standard library, as bytes."""
 STDLIB_BYTES = 16_000_000
 GPT2_FILE = "gpt2.tiktoken"
+VERIFIED = ".verified.json"
+"""In a data folder: sizes, times of change and checksums of shards that were read and found whole."""
+VERIFY_ALWAYS = 1 << 30
 
 Split = Literal["train", "val"]
 
@@ -76,6 +80,43 @@ class DataFolder:
         """Shards of a split in name order; an empty list if there are none. Hidden (unfinished) files never count."""
         return sorted(path for path in self.path.glob(f"*{split}*.bin") if not path.name.startswith("."))
 
+    def check(self) -> None:
+        """Raise an error if a shard that the manifest lists is missing or has another checksum.
+
+        Up to VERIFY_ALWAYS bytes are read every time. Larger data is read once; after that a shard whose size and time
+        of change are as they were is not read again.
+        """
+        listed = self._listed()
+        for path in [*self.shards("train"), *self.shards("val")]:
+            if listed and path.name not in listed:
+                warn(f"{path} is not listed in {MANIFEST}; it is used all the same")
+        stats = {name: (self.path / name).stat() for name in listed if (self.path / name).is_file()}
+        small = sum(stat.st_size for stat in stats.values()) <= VERIFY_ALWAYS
+        known = {} if small else self._verified()
+        now: dict[str, Any] = {}
+        for name, expected in listed.items():
+            mark = [stats[name].st_size, stats[name].st_mtime_ns, expected] if name in stats else None
+            if mark is None or expected is None or known.get(name) != mark:
+                check_shard(self.path / name, expected)
+            now[name] = mark
+        if not small and now != known:
+            with contextlib.suppress(OSError):  # a read-only folder is verified again next time
+                write_json(self.path / VERIFIED, now, overwrite=True)
+
+    def _listed(self) -> dict[str, str | None]:
+        """Names of the shards in the manifest, with their checksums where it has them."""
+        listed: dict[str, str | None] = {}
+        for split in ((self.manifest or {}).get("splits") or {}).values():
+            names = split["shards"]
+            listed |= dict(zip(names, split.get("sha256") or [None] * len(names), strict=True))
+        return listed
+
+    def _verified(self) -> dict[str, Any]:
+        try:
+            return read_json(self.path / VERIFIED, dict)
+        except (OSError, ValueError):
+            return {}
+
     def training_shards(self) -> list[Path]:
         if found := self.shards("train"):
             return found
@@ -110,16 +151,39 @@ def _checked_manifest(file: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {key!r} must be {_KINDS[kind]}, found {found}; the manifest is damaged")
     if not 0 <= record["eot"] < record["vocab_size"]:
         raise ValueError(f"{file}: eot {record['eot']} is outside the vocabulary of {record['vocab_size']} ids")
+    splits = record.get("splits", {})
+    for part in splits.values() if isinstance(splits, dict) else [None]:
+        if not isinstance(part, dict) or not _names(part.get("shards")) or not _names(part.get("sha256", [])):
+            raise ValueError(f"{file}: the list of shards is not as `lssar data prepare` writes it; it is damaged")
+        if part.get("sha256") and len(part["sha256"]) != len(part["shards"]):
+            raise ValueError(f"{file}: {len(part['shards'])} shards but {len(part['sha256'])} checksums; it is damaged")
     return record
+
+
+def _names(value: Any) -> bool:
+    """Whether it is a list of plain file names."""
+    return isinstance(value, list) and all(isinstance(name, str) and name == Path(name).name for name in value)
 
 
 _KINDS = {int: "an integer", dict: "an object", list: "a list", str: "a string"}
 
 
+def check_shard(path: Path, expected: str | None) -> str:
+    """The SHA-256 of a shard, after checking that the file exists and has the expected one, if any."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing, but recorded as finished; restore it, or prepare the data again")
+    digest = checksum(path)
+    if expected is not None and digest != expected:
+        raise ValueError(
+            f"{path} is damaged or was replaced: SHA-256 {digest}, recorded {expected}; prepare the data again"
+        )
+    return digest
+
+
 def write_stdlib(folder: Path) -> None:
     """Write the standard library's source as byte shards with a manifest, some files held out.
 
-    A shard that exists is kept, so a call after an interruption adds what is missing.
+    Files that exist are kept, so a call after an interruption adds what is missing.
     """
     tokenizer = load_tokenizer("bytes")
     files = {split: folder / f"stdlib_{split}_000000.bin" for split in ("train", "val")}
@@ -130,11 +194,13 @@ def write_stdlib(folder: Path) -> None:
         for split, arrays in parts.items():
             if not files[split].exists():
                 write_shard(files[split], np.concatenate(arrays), tokenizer.vocab_size)
+    if (folder / MANIFEST).exists():
+        return
     record = {
         "format": "llm.c",
         "vocab_size": tokenizer.vocab_size,
         "eot": tokenizer.eot,
-        "tokenizer": {"kind": "bytes"},
+        "tokenizer": tokenizer.to_dict(),
+        "splits": {split: {"shards": [file.name], "sha256": [checksum(file)]} for split, file in files.items()},
     }
-    record["splits"] = {split: {"shards": [file.name]} for split, file in files.items()}
     write_json(folder / MANIFEST, record, overwrite=True)

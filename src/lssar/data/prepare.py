@@ -11,11 +11,10 @@ point and goes on from there.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -24,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from lssar.data.folder import MANIFEST
+from lssar.data.folder import MANIFEST, check_shard
 from lssar.data.readers import Document, Reading, Undecodable, Unit, find_units
-from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for, naming
+from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
-from lssar.records import environment, write_json
+from lssar.locks import hold
+from lssar.records import check_name, checksum, environment, naming, read_json, write_json
 
 _SAFE_POINT_SECONDS = 10.0
 _FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
@@ -58,8 +58,7 @@ class Settings:
     glob: str | None = None
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise ValueError(f"name {self.name!r}: expected letters, digits, dots, dashes and underscores")
+        check_name(self.name)
         if not 1 <= self.shard_tokens <= MOST_TOKENS:
             raise ValueError(f"shard_tokens must be 1 to {MOST_TOKENS:,}, got {self.shard_tokens:,}")
         if not 0 <= self.val_share < 1:
@@ -123,8 +122,7 @@ def prepare(
     )
     training = find_units(settings.sources, reading)
     validation = find_units(settings.val_sources, reading) if settings.val_sources else []
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone_in(out):
+    with hold(out, "preparing data"):
         job = _Job(settings, tokenizer, out, [*validation, *training], len(validation))
         status = job.begin(overwrite)
         try:
@@ -165,8 +163,7 @@ class _Job:
             if shards:
                 raise FileExistsError(f"{shards[0]} exists; choose another folder or name, or --overwrite")
             return self._fresh()
-        saved = json.loads(self.progress_file.read_text())
-        status = Status(**saved["status"])
+        saved, status = self._progress()
         if not status.total_tokens:  # it failed at once: nothing to go on from, so other settings are welcome
             return self._fresh()
         if saved["identity"] != self.identity:
@@ -177,6 +174,20 @@ class _Job:
         for split, sink in self.sinks.items():
             sink.resume(saved["sinks"][split], self.shards())
         return replace(status, resumed_tokens=status.total_tokens)
+
+    def _progress(self) -> tuple[dict[str, Any], Status]:
+        """What the progress file says, checked."""
+        saved = read_json(self.progress_file, dict)
+        try:
+            status = Status(**saved["status"])
+            settings, sinks = saved["identity"]["settings"], saved["sinks"]
+            whole = all(isinstance(sinks[split][key], int) for split in self.sinks for key in ("index", "tokens"))
+            whole &= isinstance(settings, dict) and isinstance(status.total_tokens, int)
+        except (TypeError, KeyError, AttributeError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{self.progress_file} is damaged, so this run cannot resume; start over with --overwrite")
+        return saved, status
 
     def _fresh(self) -> Status:
         self._clear()
@@ -251,7 +262,12 @@ class _Job:
         splits: dict[str, Any] = {}
         for split, sink in self.sinks.items():
             names = [sink.path(index).name for index in range(_FIRST_INDEX[split], sink.index)]
-            splits[split] = {"documents": status.documents[split], "tokens": status.tokens[split], "shards": names}
+            splits[split] = {
+                "documents": status.documents[split],
+                "tokens": status.tokens[split],
+                "shards": names,
+                "sha256": [sink.checksums[name] for name in names],
+            }
         record = {
             "format": "llm.c",
             "dtype": layout_for(self.tokenizer.vocab_size).dtype.name,
@@ -291,6 +307,8 @@ class _Sink:
         self.size, self.vocab_size = job.settings.shard_tokens, job.tokenizer.vocab_size
         self.index = _FIRST_INDEX[split]
         self.shard: ShardInProgress | None = None
+        self.checksums: dict[str, str] = {}
+        """Of finished shards, by name."""
 
     def path(self, index: int) -> Path:
         return self.out / f"{self.name}_{self.split}_{index:06d}.bin"
@@ -307,18 +325,23 @@ class _Sink:
 
     def finish(self) -> None:
         if self.shard is not None:
-            self.shard.finish()
+            path = self.shard.finish()
+            self.checksums[path.name] = checksum(path)
             self.shard = None
             self.index += 1
 
-    def flush(self) -> dict[str, int]:
+    def flush(self) -> dict[str, Any]:
         if self.shard is not None:
             self.shard.flush()
-        return {"index": self.index, "tokens": self.shard.tokens if self.shard is not None else 0}
+        tokens = self.shard.tokens if self.shard is not None else 0
+        return {"index": self.index, "tokens": tokens, "sha256": self.checksums}
 
-    def resume(self, saved: dict[str, int], shards: list[Path]) -> None:
-        """Back to a safe point: what was written after it is written again."""
+    def resume(self, saved: dict[str, Any], shards: list[Path]) -> None:
+        """Return to a safe point: shards finished before it are checked, what came after it is written again."""
         self.index = saved["index"]
+        for index in range(_FIRST_INDEX[self.split], self.index):
+            path = self.path(index)
+            self.checksums[path.name] = check_shard(path, saved.get("sha256", {}).get(path.name))
         if saved["tokens"]:
             self.shard = ShardInProgress(self.path(self.index), self.vocab_size, saved["tokens"])
         kept = {self.path(index) for index in range(_FIRST_INDEX[self.split], self.index)}
@@ -329,25 +352,6 @@ class _Sink:
     def close(self) -> None:
         if self.shard is not None:
             self.shard.close()
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Two runs must not fill the same partial files; the lock goes with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise FileExistsError(f"another process is preparing data in {folder}") from error
-        yield
-    finally:
-        os.close(handle)
 
 
 def _digest(value: Any) -> str:

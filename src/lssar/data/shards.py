@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from lssar.records import write_file
+from lssar.records import naming, write_file
 
 HEADER_BYTES = 256 * 4
 MOST_TOKENS = 2**31 - 1  # the count is an int32
@@ -55,15 +55,29 @@ class Shard:
     path: Path
     layout: Layout
     count: int
-    version: tuple[str, int]
-    """Absolute path and time of change, so that a mapping is never one of a file since replaced."""
+    version: tuple[str, int, int]
+    """Absolute path, size and time of change, so that a mapping is never one of a file since replaced."""
 
     def __len__(self) -> int:
         return self.count
 
     @property
     def tokens(self) -> np.ndarray:
+        self._check_unchanged()
         return _mapped(*self.version, self.layout.dtype, self.count)
+
+    def _check_unchanged(self) -> None:
+        """Reading a mapping of a file that has since been cut ends the process with SIGBUS and no message."""
+        path, size, changed = self.version
+        try:
+            now = os.stat(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path} was removed while it was in use") from error
+        if (now.st_size, now.st_mtime_ns) != (size, changed):
+            raise ValueError(
+                f"{path} was changed while it was in use: {now.st_size:,} bytes now, {size:,} when it was opened; "
+                "restore the file and start again"
+            )
 
     def pieces(self) -> Iterator[np.ndarray]:
         """All tokens, a few megabytes at a time."""
@@ -90,7 +104,8 @@ def open_shard(path: Path | str) -> Shard:
     path = Path(path)
     with open(path, "rb") as file:
         raw = file.read(HEADER_BYTES)
-    size = path.stat().st_size
+    stat = path.stat()
+    size = stat.st_size
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: {size} bytes, expected a header of {HEADER_BYTES} bytes: not a shard, or truncated")
     magic, version, count = (int(x) for x in np.frombuffer(raw, "<i4", 3))
@@ -110,11 +125,11 @@ def open_shard(path: Path | str) -> Shard:
             f"{path}: {fault}: {size:,} bytes found, {expected:,} expected for the {count:,} {layout.dtype.name} "
             f"tokens of its header"
         )
-    return Shard(path, layout, count, (str(path.absolute()), path.stat().st_mtime_ns))
+    return Shard(path, layout, count, (str(path.absolute()), size, stat.st_mtime_ns))
 
 
 @lru_cache(maxsize=256)  # a mapping holds a file open, and a thousand shards would be too many
-def _mapped(path: str, changed: int, dtype: np.dtype, count: int) -> np.ndarray:
+def _mapped(path: str, size: int, changed: int, dtype: np.dtype, count: int) -> np.ndarray:
     if count == 0:  # nothing cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, "r", HEADER_BYTES, (count,))
@@ -204,15 +219,3 @@ def _finish(file: BinaryIO, layout: Layout) -> None:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())  # some file systems report a full disk only here
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Gives an OSError, which for a full disk has no name in it, the file that could not be written."""
-    try:
-        yield
-    except FileExistsError:
-        raise
-    except OSError as error:
-        message = f"{error.strerror or error}; what was finished before is not lost"
-        raise OSError(error.errno, message, str(path)) from error
