@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lssar"
 
-BASE = {"configs", "locks", "records", "specs", "tables", "visibility"}
+BASE = {"configs", "layouts", "locks", "records", "specs", "switches", "tables", "visibility"}
 OPERATOR = BASE | {"ops", "attention"}
 MODEL = OPERATOR | {"nn", "model"}
 DATA = BASE | {"data"}
@@ -19,8 +19,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "configs": set(),
     "records": set(),
     "locks": {"records"},
+    "switches": set(),
+    "tables": set(),
     "visibility": set(),
     "specs": {"configs"},
+    "layouts": {"configs", "specs"},
     "ops": BASE,
     "attention": OPERATOR,
     "nn": OPERATOR,
