@@ -1,13 +1,18 @@
 """The commands as a user runs them."""
 
+import dataclasses
 import json
 import math
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from lssar.cli import main
+from lssar.commands.train import sections
+from lssar.training.recipes import Recipe
+from lssar_cli import COMMANDS, Command, load, main
 
 
 def test_rows(tmp_path, capsys):
@@ -55,44 +60,123 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["fly"], "unknown command 'fly'"),
-        (["train", "gpt5"], "'gpt5' is neither a recipe"),
-        (["train"], "wants a recipe"),
-        (["train", "books-51m", "--out", "NEW"], "no training shards"),
-        (["train", "tiny-cpu", "--attention", "lsar"], "unknown attention spec 'lsar'"),
-        (["eval", "speed"], "wants one of: length"),
-        (["eval", "length", "NEW"], "no run folder"),
-        (["generate", "NEW"], "no run folder"),
-        (["plot"], "which JSON files"),
-        (["demo", "--text", "NEW", "--out", "NEW"], "does not exist"),
+        (["fly"], 2, "unknown command 'fly'"),
+        (["train", "gpt5"], 2, "'gpt5' is neither a recipe"),
+        (["train", "--steps", "5"], 2, "wants a recipe"),
+        (["train", "tiny-cpu", "--stepz", "5"], 2, "stepz"),
+        (["train", "books-51m", "--out", "NEW"], 1, "no training shards"),
+        (["train", "tiny-cpu", "--attention", "lsar"], 1, "unknown attention spec 'lsar'"),
+        (["eval", "speed"], 2, "`lssar eval` has length, retrieval, downstream"),
+        (["eval", "length", "NEW"], 1, "no run folder"),
+        (["generate", "NEW"], 1, "no run folder"),
+        (["plot"], 2, "which JSON files"),
+        (["demo", "--text", "NEW", "--out", "NEW"], 1, "does not exist"),
     ],
     ids=str,
 )
-def test_mistakes_get_one_line(arguments, words, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
+def test_mistakes_get_one_line_on_stderr(arguments, code, words, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
         main([str(tmp_path / "new") if word == "NEW" else word for word in arguments])
-    out, err = capsys.readouterr()  # what the flags' parser finds goes to stderr, in a frame
-    said = " ".join((out + err).replace("│", " ").split())
-    assert words in said
-    assert "Traceback" not in said
+    assert exit.value.code == code
+    out, err = capsys.readouterr()
+    assert words in " ".join(err.replace("│", " ").split())  # tyro frames its errors
+    assert "Traceback" not in err and "error" not in out
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def lssar(*words, module="lssar_cli", **options):
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["eval", "--help"], ["data", "--help"], ["--version"], ["fly"]], ids=str)
+def test_help_imports_neither_torch_nor_tyro(words):
+    """That is what makes it instant."""
+    code = f"import sys, lssar_cli\ntry: lssar_cli.main({words})\nexcept SystemExit: pass\nprint(*sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert not {"torch", "tyro", "numpy", "lssar"} & set(said.splitlines()[-1].split())
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for section in COMMANDS.values() for name in section)
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["train", "--help"], ["tiny-cpu", "--attention", "--steps", "--out"]),
+        (["train", "tiny-cpu", "--help"], ["model options", "optimisation options", "(default: 600)"]),
+        (["eval", "--help"], ["lssar eval length", "lssar eval downstream"]),
+        (["eval", "length", "--help"], ["--multiples"]),
+        (["newton", "--help"], ["read-law", "publish", "--scale"]),
+        (["reproduce", "--help"], ["report", "--scale"]),
+        (["data", "prepare", "--help"], ["--val-share"]),
+    ],
+    ids=str,
+)
+def test_help(words, shown, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(words)
+    said = capsys.readouterr().out
+    assert all(word in said for word in shown)
+    assert not any(f"{leak} (default" in said for leak in ("optimisation", "running", "model", "data"))  # comments
+
+
+def test_every_command_has_help(capsys):
+    """Every class of the table can be imported and parsed; every flag of `train` is in one group."""
+    for section in COMMANDS.values():
+        for entry in section.values():
+            commands = [entry] if isinstance(entry, Command) else [*entry.commands.values(), entry.default]
+            assert all(hasattr(load(command), "run") for command in commands if command is not None)
+    grouped = [name for names in sections().values() for name in names]
+    assert sorted(grouped) == sorted([field.name for field in dataclasses.fields(Recipe)] + ["out", "stop_after"])
+
+
+@pytest.mark.parametrize("module", ["lssar", "lssar.cli"])
+def test_as_a_module(module):
+    made = lssar("--version", module=module)
+    assert made.returncode == 0 and made.stdout.startswith("lssar ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["specs"], ["train", "tiny-cpu", "--help"]], ids=str)
+def test_a_closed_pipe_is_no_traceback(words):
     """`lssar specs | head -1`."""
-    command = [sys.executable, "-u", "-m", "lssar.cli", "specs"]
+    command = [sys.executable, "-u", "-m", "lssar_cli", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1
 
 
-def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("demo", "train", "data", "eval", "bench", "generate", "diagnose"))
+def test_ctrl_c_says_that_the_same_command_resumes(tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "lssar_cli", "train", "tiny-cpu", "--size", "tiny", "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; the same command resumes" in errors and "Traceback" not in errors
+    assert "stopped and saved" in said and any((out / "checkpoints").iterdir())
+
+
+def test_ctrl_c_outside_of_training(monkeypatch, capsys):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lssar.commands.specs.Specs.run", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        main(["specs"])
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_specs(capsys):
@@ -124,14 +208,14 @@ def test_bench_checks_then_times(tmp_path, capsys):
     assert out.with_suffix(".csv").read_text().count("\n") == 5
     assert out.with_suffix(".png").stat().st_size > 10_000
 
-    with pytest.raises(SystemExit, match="2"):  # nothing is overwritten without being asked
+    with pytest.raises(SystemExit, match="1"):  # nothing is overwritten without being asked
         main([*arguments, "--contestants", "tiled:lssar", "--out", str(out)])
-    assert "exists" in capsys.readouterr().out
+    assert "exists" in capsys.readouterr().err
     assert json.loads(out.with_suffix(".json").read_text()) == result
 
 
 @pytest.mark.parametrize("name", ["tiled", "tiled:", "fast:lssar", "tiled:lsar"])
 def test_bench_refuses_an_unknown_contestant(name, capsys):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(SystemExit, match="1"):
         main(["bench", "--contestants", name, "--lengths", "16"])
-    assert "unknown" in capsys.readouterr().out
+    assert "unknown" in capsys.readouterr().err

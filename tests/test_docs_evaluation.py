@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lssar.cli import Evaluate, main
-from lssar.commands.train import Train
+from lssar_cli import find, main, parse
 from tests.evaluation.test_downstream import write_examples
 
 ROOT = Path(__file__).parent.parent
@@ -32,11 +31,12 @@ def test_commands(tmp_path, monkeypatch):
 
 def test_flags():
     for words in lines("text"):
+        prog, command, rest = find(words)
         match words[0]:
             case "eval":
-                assert Evaluate.parse(words[1:])
+                assert parse(command, prog, rest)
             case "train":
-                assert Train.parse(words[1:]).recipe.retrieval_share > 0
+                assert parse(command, prog, rest).recipe.retrieval_share > 0
             case "plot":
                 assert all((ROOT / file).exists() for file in words[1:])
             case other:

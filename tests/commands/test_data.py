@@ -4,15 +4,15 @@ import json
 
 import numpy as np
 import pytest
-import tyro
 
-from lssar.commands.data import DataCommand
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
+from lssar_cli import find, parse
 
 
 def data(*arguments):
-    tyro.cli(DataCommand, args=[str(argument) for argument in arguments]).run()
+    words, command, rest = find(["data", *map(str, arguments)])
+    parse(command, words, rest).run()
 
 
 @pytest.fixture

@@ -103,8 +103,8 @@ def test_dry_run_is_printed_and_runs_nothing(tmp_path, capsys, monkeypatch):
 )
 def test_mistakes_get_one_line(words, answer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert reproduce(*words) == 2
-    assert answer in capsys.readouterr().out
+    assert reproduce(*words) in (1, 2)
+    assert answer in capsys.readouterr().err
 
 
 def test_power_put_on_after_training_is_the_reweighted_model(tmp_path):

@@ -16,6 +16,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 console = Console()
 
 
+class UsageError(ValueError):
+    """A command line that cannot be run, whatever is on the disk."""
+
+    exit_code = 2
+
+
 def progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)

@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -164,20 +163,6 @@ class Decode:
             return
         for text in decoded(self.shards, tokenizer, self.max_documents):
             sys.stdout.write(text + "\n")
-
-
-@dataclass
-class DataCommand:
-    """Token shards: make them from text, look at them, turn them back into text."""
-
-    action: tyro.conf.OmitArgPrefixes[
-        Annotated[Prepare, tyro.conf.subcommand("prepare", prefix_name=False)]
-        | Annotated[Show, tyro.conf.subcommand("show", prefix_name=False)]
-        | Annotated[Decode, tyro.conf.subcommand("decode", prefix_name=False)]
-    ]
-
-    def run(self) -> None:
-        self.action.run()
 
 
 class _Report:

@@ -12,7 +12,16 @@ import torch
 import tyro
 from rich.table import Table
 
-from lssar.commands.common import DEVICE, arm_label, begin_figures, console, held_out_folder, progress, say_where
+from lssar.commands.common import (
+    DEVICE,
+    UsageError,
+    arm_label,
+    begin_figures,
+    console,
+    held_out_folder,
+    progress,
+    say_where,
+)
 from lssar.data.tasks import TASKS
 from lssar.evaluation.retrieval import DEPTHS
 from lssar.records import command_line, environment, write_json
@@ -99,11 +108,11 @@ class Retrieval:
 
     def _check(self) -> None:
         if unknown := [task for task in self.tasks if task not in TASKS]:
-            raise ValueError(f"unknown retrieval task {unknown[0]!r}; known: {', '.join(TASKS)}")
+            raise UsageError(f"unknown retrieval task {unknown[0]!r}; known: {', '.join(TASKS)}")
         if self.samples < 1 or min(self.multiples, default=0) < 1:
-            raise ValueError("samples and multiples must be at least 1")
+            raise UsageError("samples and multiples must be at least 1")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths must lie in 0 to 1; got {self.depths}")
+            raise UsageError(f"depths must lie in 0 to 1; got {self.depths}")
 
     def _arm(self, result: dict[str, Any], folder: Path, recipe: Any, step: int) -> dict[str, Any]:
         window = self.window if self.window is not None else recipe.window

@@ -52,14 +52,6 @@ class Newton:
     summary: bool = True
     """Gather and draw the results at the end; `lssar newton publish` does it later and elsewhere."""
 
-    @classmethod
-    def parse(cls, arguments: list[str]) -> Newton | ReadLaw | Publish | Report:
-        kinds: dict[str, Any] = {"read-law": ReadLaw, "publish": Publish, "report": Report}
-        if arguments and arguments[0] in kinds:
-            name, *rest = arguments
-            return tyro.cli(kinds[name], prog=f"lssar newton {name}", args=rest)
-        return tyro.cli(cls, prog="lssar newton", args=arguments)
-
     def _changed(self, family: Family) -> Family:
         """A family of the scale with what the flags ask for."""
         changes: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from lssar.commands.common import draw, say_where
+from lssar.commands.common import UsageError, draw, say_where
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Plot:
         from lssar.plots import plot_length, plot_retrieval
 
         if not self.files:
-            raise ValueError("which JSON files? See `lssar plot --help`")
+            raise UsageError("which JSON files? See `lssar plot --help`")
         results = [json.loads(file.read_text()) for file in self.files]
         kind = "arms" if "arms" in results[0] else "curves"
         for file, result in zip(self.files, results):

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from lssar.commands.common import TrainingLine, console, say_where
+from lssar.commands.common import TrainingLine, UsageError, console, say_where
 from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
 from lssar.experiments.arms import ScaleName
 
@@ -52,12 +52,6 @@ class Reproduce:
     dry_run: bool = False
     """Say what each arm would be (shapes, steps, tokens, parameters, memory, command), and run nothing."""
 
-    @classmethod
-    def parse(cls, arguments: list[str]) -> Any:
-        if arguments[:1] == ["report"]:
-            return tyro.cli(Report, prog="lssar reproduce report", args=arguments[1:])
-        return tyro.cli(cls, prog="lssar reproduce", args=arguments)
-
     def run(self) -> None:
         from lssar.experiments import collect
         from lssar.experiments.runner import Queue, measured, prepare_data, work_through
@@ -83,7 +77,7 @@ class Reproduce:
                 console.print(describe(arm, scale), highlight=False, soft_wrap=True)
             return
         if self.workers < 1:
-            raise ValueError(f"--workers must be at least 1; got {self.workers}")
+            raise UsageError(f"--workers must be at least 1; got {self.workers}")
         command = f"lssar reproduce {' '.join(self.names)} --scale {self.scale}"
         command += f" --tokens {self.tokens}" if self.tokens else ""
         deadline = time.time() + self.time_limit if self.time_limit is not None else None
@@ -149,9 +143,9 @@ def chosen(names: list[str]) -> list[str]:
     if names == [ALL]:
         return list(EXPERIMENTS)
     if unknown := [name for name in names if name not in EXPERIMENTS]:
-        raise ValueError(f"unknown experiment {', '.join(map(repr, unknown))}; known: {', '.join(EXPERIMENTS)}, {ALL}")
+        raise UsageError(f"unknown experiment {', '.join(map(repr, unknown))}; known: {', '.join(EXPERIMENTS)}, {ALL}")
     if not names:
-        raise ValueError(f"`lssar reproduce` wants names: {', '.join(EXPERIMENTS)}, or {ALL}")
+        raise UsageError(f"`lssar reproduce` wants names: {', '.join(EXPERIMENTS)}, or {ALL}")
     return list(dict.fromkeys(names))
 
 

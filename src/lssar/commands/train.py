@@ -2,57 +2,143 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import json
 import os
+import sys
+import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from lssar.commands.common import TrainingLine, console
+from lssar.commands.common import TrainingLine, UsageError, console
 from lssar.training.recipes import RECIPES, Recipe
+
+SECTIONS = {
+    "model": (
+        "size", "attention", "p", "position", "rope_base", "window", "heads", "key_heads", "projection",
+    ),
+    "data": ("data", "vocab_size", "length", "pack", "retrieval_share", "retrieval_tasks"),
+    "optimisation": (
+        "steps", "batch_tokens", "micro_batch", "optimiser", "lr", "warmup", "schedule", "decay_share",
+        "weight_decay", "betas", "clip",
+    ),
+}  # fmt: skip
+"""Groups of flags in `lssar train RECIPE --help`; fields of `Recipe` that are in none of them come under "run"."""
 
 
 @dataclass
 class Train:
-    """Train a model: `lssar train RECIPE [flags]`, or go on with `lssar train RUN`."""
+    """Train a model from a recipe, or resume a run."""
 
-    recipe: tyro.conf.OmitArgPrefixes[Recipe]
-    out: Path | None = None
-    """Run folder; runs/RECIPE-ATTENTION-SEED, if not given. A run that is there already goes on."""
+    recipe: Recipe
+    out: Path
     stop_after: float | None = None
-    """Seconds after which to save and end; the same command goes on later."""
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Train:
-        if not arguments or arguments[0].startswith("-"):
-            raise ValueError(f"`lssar train` wants a recipe ({', '.join(RECIPES)}) or a run folder first")
+        """`RECIPE [flags]` or `RUN [flags]`: the first word gives the defaults of all flags."""
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(usage(), flush=True)
+            sys.exit(0 if arguments else 2)
         name, *rest = arguments
         config = Path(name) / "config.json"
         if name in RECIPES:
-            default = cls(RECIPES[name])
+            recipe, out = RECIPES[name], None
         elif config.exists():
-            default = cls(Recipe.from_dict(json.loads(config.read_text())["recipe"]), out=Path(name))
+            recipe, out = Recipe.from_dict(json.loads(config.read_text())["recipe"]), Path(name)
+        elif name.startswith("-"):
+            raise UsageError(f"`lssar train` wants a recipe ({', '.join(RECIPES)}) or a run folder before its flags")
         else:
-            raise ValueError(f"{name!r} is neither a recipe ({', '.join(RECIPES)}) nor a run folder with a config.json")
-        made = tyro.cli(cls, default=default, prog=f"lssar train {name}", args=rest)
-        if made.out is None:
-            r = made.recipe
-            power = f"-p{r.p:g}" if r.p is not None else ""
-            made.out = Path("runs") / f"{name}-{r.attention}{power}-seed{r.seed}"
-        return made
+            raise UsageError(f"{name!r} is neither a recipe ({', '.join(RECIPES)}) nor a run folder with a config.json")
+        flags = tyro.cli(
+            flags_for(recipe, out), prog=f"lssar train {name}", args=rest, description=cls.__doc__,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )  # fmt: skip
+        values = {key: value for section in vars(flags).values() for key, value in vars(section).items()}
+        out, stop_after = values.pop("out"), values.pop("stop_after")
+        recipe = Recipe(**values)
+        power = f"-p{recipe.p:g}" if recipe.p is not None else ""
+        return cls(recipe, out or Path("runs") / f"{name}-{recipe.attention}{power}-seed{recipe.seed}", stop_after)
 
     def run(self) -> None:
         from lssar.training.loop import train
 
-        assert self.out is not None
         main = int(os.environ.get("RANK", 0)) == 0
         if main:
             console.print(f"run folder: {self.out}", highlight=False)
-        line = TrainingLine(self.recipe.steps, str(self.recipe.attention))
-        with line:
+        began = time.monotonic()
+        with TrainingLine(self.recipe.steps, str(self.recipe.attention)) as line:
             last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after)
+        finished = last["step"] >= self.recipe.steps
         if main:
-            done = "finished" if last["step"] >= self.recipe.steps else "stopped; the same command goes on"
+            done = "finished" if finished else "stopped and saved"
             shown = {key: last[key] for key in ("step", "loss", "val_loss", "tokens") if key in last}
             console.print(f"{done}: {shown}; metrics: {self.out / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+        if not finished:
+            if self.stop_after is None or time.monotonic() - began < self.stop_after:
+                raise KeyboardInterrupt  # a signal, which the training loop has answered with a checkpoint
+            if main:
+                console.print("the same command resumes")
+
+
+def usage() -> str:
+    """Help of `lssar train` without a recipe."""
+    lines = ["usage: lssar train RECIPE [flags]", "       lssar train RUN [flags]", ""]
+    lines += ["Train a model from a recipe, or resume a run folder. Recipes:", ""]
+    for name, recipe in RECIPES.items():
+        data = recipe.data.removeprefix("data/")
+        lines.append(f"  {name:<20} {recipe.size} parameters on {data}, {recipe.steps * recipe.batch_tokens:,} tokens")
+    lines += ["", "Flags, with the defaults of the recipe: `lssar train RECIPE --help`. Groups:", ""]
+    for section, names in sections().items():
+        words = ", ".join("--" + name.replace("_", "-") for name in names)
+        lines += textwrap.wrap(words, 80, initial_indent=f"  {section:<14}", subsequent_indent=" " * 16)
+    return "\n".join(lines)
+
+
+def sections() -> dict[str, list[str]]:
+    """Names of the flags in each group."""
+    grouped = {name for names in SECTIONS.values() for name in names}
+    others = [field.name for field in dataclasses.fields(Recipe) if field.name not in grouped]
+    return {**{section: list(names) for section, names in SECTIONS.items()}, "run": ["out", "stop_after", *others]}
+
+
+def flags_for(recipe: Recipe, out: Path | None) -> Any:
+    """A dataclass with one dataclass of flags for each section, whose defaults are the recipe's values."""
+    hints, helps = get_type_hints(Recipe, include_extras=True), field_docs(Recipe)
+    hints |= {"out": Path | None, "stop_after": float | None}
+    helps |= {
+        "out": "Run folder; runs/RECIPE-ATTENTION-SEED, if not given. A run that is there already is resumed.",
+        "stop_after": "Seconds after which to save and stop; the same command resumes.",
+    }
+    defaults = {"out": out, "stop_after": None} | {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
+    made = []
+    for section, names in sections().items():
+        fields = [
+            (name, Annotated[hints[name], tyro.conf.arg(help=helps.get(name))], dataclasses.field(default=value))
+            for name, value in ((name, defaults[name]) for name in names)
+        ]
+        kind = dataclasses.make_dataclass(f"{section.title()}Flags", fields, frozen=True)
+        made.append((section, kind, dataclasses.field(default=kind())))
+    return dataclasses.make_dataclass("TrainFlags", made)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass, from its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, after in zip(body.body, body.body[1:]):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            assert isinstance(statement.target, ast.Name)
+            docs[statement.target.id] = inspect.cleandoc(str(after.value.value))
+    return docs
