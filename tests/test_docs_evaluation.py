@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lssar_cli import find, main, parse
-from tests.evaluation.test_downstream import write_examples
+from tests.evaluation.test_benchmarks import write_examples
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/evaluation.md").read_text()

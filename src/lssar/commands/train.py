@@ -19,17 +19,8 @@ import tyro
 from lssar.commands.common import TrainingLine, UsageError, console
 from lssar.training.recipes import RECIPES, Recipe
 
-SECTIONS = {
-    "model": (
-        "size", "attention", "p", "position", "rope_base", "window", "heads", "key_heads", "projection",
-    ),
-    "data": ("data", "vocab_size", "length", "pack", "retrieval_share", "retrieval_tasks"),
-    "optimisation": (
-        "steps", "batch_tokens", "micro_batch", "optimiser", "lr", "warmup", "schedule", "decay_share",
-        "weight_decay", "betas", "clip",
-    ),
-}  # fmt: skip
-"""Groups of flags in `lssar train RECIPE --help`; fields of `Recipe` that are in none of them come under "run"."""
+SECTIONS = {"size": "model", "data": "data", "steps": "optimisation", "seed": "run"}
+"""Groups of flags in `lssar train RECIPE --help`, by the field of `Recipe` that each begins with."""
 
 
 @dataclass
@@ -103,9 +94,12 @@ def usage() -> str:
 
 def sections() -> dict[str, list[str]]:
     """Names of the flags in each group."""
-    grouped = {name for names in SECTIONS.values() for name in names}
-    others = [field.name for field in dataclasses.fields(Recipe) if field.name not in grouped]
-    return {**{section: list(names) for section, names in SECTIONS.items()}, "run": ["out", "stop_after", *others]}
+    grouped: dict[str, list[str]] = {}
+    for field in dataclasses.fields(Recipe):
+        if field.name in SECTIONS:
+            names = grouped.setdefault(SECTIONS[field.name], [])
+        names.append(field.name)
+    return {**grouped, "run": ["out", "stop_after", *grouped["run"]]}
 
 
 def flags_for(recipe: Recipe, out: Path | None) -> Any:
