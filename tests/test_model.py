@@ -51,6 +51,66 @@ def test_cache_equals_full_forward_for_every_variant(changes):
     torch.testing.assert_close(decoded_in_steps(model, ids, [9, 1, 1, 5, 1, 7]), model(ids), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_cache_returns_to_its_snapshot(changes, window):
+    """Questions about one context: each sees the context and nothing of the others."""
+    model = small(**changes)
+    model.window = window
+    ids, questions = torch.randint(61, (2, 13)), torch.randint(61, (3, 2, 7))
+    cache = model.new_cache(20)
+    model.prefill(ids, cache, chunk=5)
+    kept = cache.snapshot()
+    for question in questions:
+        steps = torch.cat([model(part, cache) for part in question.split([2, 1, 1, 3], 1)], 1)
+        torch.testing.assert_close(steps, model(torch.cat([ids, question], 1))[:, 13:], rtol=1e-6, atol=1e-8)
+        cache.restore(kept)
+    assert cache.length == 13
+
+
+def test_caches_of_windows_wind_back_only_while_nothing_is_lost():
+    model = small(pattern=parse_layout("softmax@5 lssar/none"))
+    ids = torch.randint(61, (1, 8))
+    cache = model.new_cache(10)
+    model(ids[:, :5], cache)
+    cache.rewind(2)
+    torch.testing.assert_close(model(ids[:, 2:], cache), model(ids)[:, 2:], rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match="keeps only the last 5 of 8 tokens"):
+        cache.rewind(7)
+    assert [layer.length for layer in cache.layers] == [8, 8]  # not one of them
+    with pytest.raises(ValueError, match="holds 8 tokens"):
+        cache.rewind(9)
+
+
+def test_a_window_is_all_that_a_local_layer_keeps():
+    model = small(layers=4, pattern=parse_layout("softmax@5*3 lssar/none"))
+    cache = model.new_cache(100)
+    model.prefill(torch.randint(61, (1, 50)), cache, chunk=7)
+    assert [layer.tensors[0].shape[2] for layer in cache.layers] == [5, 5, 5, 100]
+    uniform = small(layers=4)
+    whole = uniform.new_cache(100)
+    uniform.prefill(torch.randint(61, (1, 50)), whole)
+    assert cache.bytes == whole.bytes * (100 + 3 * 5) // 400
+
+
+PREFILL = [("softmax@16*3 lssa+lssar/none", 1500, 257), ("softmax@9/alibi cosine_softmax@33 ssmax/none", 400, 8)]
+
+
+@pytest.mark.parametrize(("layout", "length", "chunk"), [*PREFILL, pytest.param(
+    "softmax@128*3 lssa+lssar/none", 65_536, 8192, marks=pytest.mark.slow)])  # fmt: skip
+def test_prefill_in_chunks_is_one_pass(layout, length, chunk):
+    model = small(layers=4 if "*3" in layout else 3, width=16, heads=2, pattern=parse_layout(layout))
+    ids = torch.randint(61, (1, length))
+    with torch.no_grad():
+        whole = model.hidden(ids)
+        cache = model.new_cache(length)
+        parts = torch.cat([model.hidden(part, cache) for part in ids.split(chunk, 1)], 1)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-9)
+    torch.testing.assert_close(model.prefill(ids, model.new_cache(length), chunk), whole[:, -1], rtol=0, atol=1e-9)
+    losses = [model.token_losses(ids[:, :-1], ids[:, 1:], chunk=size) for size in (chunk, length)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_no_token_sees_the_future(changes):
     model = small(**changes)

@@ -30,6 +30,8 @@ from lssar.ops.loss import next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
 
 LSSAR = spec("lssar")
+PREFILL_CHUNK = 8192
+"""Tokens of a sequence that go through the model at once, if more are given."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -190,7 +192,10 @@ class Block(nn.Module):
 
 @dataclass
 class Cache:
-    """Keys and values of every layer; made by `GPT.new_cache`, filled by `GPT.forward`."""
+    """Keys and values of every layer; made by `GPT.new_cache`, filled by `GPT.forward`.
+
+    Layers with a window keep only the tokens in it, so memory grows with the layers that have none.
+    """
 
     layers: list[LayerCache]
     ntk_factor: float
@@ -199,12 +204,25 @@ class Cache:
     def length(self) -> int:
         return self.layers[0].length
 
+    @property
+    def bytes(self) -> int:
+        return sum(layer.bytes for layer in self.layers)
+
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens; it cannot be wound back to {length}")
+        """Forget all but the first `length` tokens. ValueError if a layer with a window no longer has them."""
         for layer in self.layers:
-            layer.length = length
+            dataclasses.replace(layer).rewind(length)  # all of them or none
+        for layer in self.layers:
+            layer.rewind(length)
+
+    def snapshot(self) -> list[LayerCache]:
+        """The state to return to with `restore`, any number of times; copies only what layers with a window keep."""
+        return [layer.snapshot() for layer in self.layers]
+
+    def restore(self, kept: list[LayerCache]) -> None:
+        """Forget the tokens since a snapshot."""
+        for layer, state in zip(self.layers, kept, strict=True):
+            layer.restore(state)
 
 
 class GPT(nn.Module):
@@ -254,7 +272,19 @@ class GPT(nn.Module):
 
     def new_cache(self, room: int) -> Cache:
         """A cache for up to `room` tokens. NTK scaling by length goes by `room`: keys once rotated stay as they are."""
-        return Cache([block.attention.new_cache(room) for block in self.layers()], self.ntk_factor(room))
+        layers = [block.attention.new_cache(room, self.window) for block in self.layers()]
+        return Cache(layers, self.ntk_factor(room))
+
+    def prefill(self, ids: Tensor, cache: Cache, chunk: int = PREFILL_CHUNK) -> Tensor:
+        """Add the tokens (B, L) to the cache, `chunk` at a time, and return the last hidden state (B, W).
+
+        The result does not depend on the chunk; the memory for activations does.
+        """
+        if ids.shape[1] < 1 or chunk < 1:
+            raise ValueError(f"prefill needs tokens and a chunk of at least 1; got {tuple(ids.shape)} and {chunk}")
+        for part in ids.split(chunk, 1):
+            hidden = self.hidden(part, cache)[:, -1]
+        return hidden
 
     def hidden(self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """(B, L) to (B, L, W), before the head; memory is linear in L."""
@@ -309,14 +339,19 @@ class GPT(nn.Module):
         return next_token_loss(self._padded_logits(hidden).flatten(0, 1), targets.flatten(), self.config.vocab_size)
 
     @torch.no_grad()
-    def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096) -> Tensor:
-        """Cross-entropy of each token (B, L), float32; logits are made `rows` tokens at a time."""
-        hidden, flat = self.hidden(ids).flatten(0, 1), targets.flatten()
-        parts = [
-            next_token_losses(self._padded_logits(h), t, self.config.vocab_size)
-            for h, t in zip(hidden.split(rows), flat.split(rows))
-        ]
-        return torch.cat(parts).view_as(targets)
+    def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096, chunk: int = PREFILL_CHUNK) -> Tensor:
+        """Cross-entropy of each token (B, L), float32; logits are made `rows` tokens at a time, and sequences longer
+        than `chunk` go through a cache in chunks, so that memory grows with the keys and values only."""
+        cache = self.new_cache(ids.shape[1]) if ids.shape[1] > chunk else None
+        parts = []
+        for some, wanted in zip(ids.split(chunk, 1), targets.split(chunk, 1)):
+            hidden = self.hidden(some, cache).flatten(0, 1)
+            losses = [
+                next_token_losses(self._padded_logits(h), t, self.config.vocab_size)
+                for h, t in zip(hidden.split(rows), wanted.flatten().split(rows))
+            ]
+            parts.append(torch.cat(losses).view_as(wanted))
+        return torch.cat(parts, 1)
 
     @torch.no_grad()
     def generate(
@@ -326,7 +361,7 @@ class GPT(nn.Module):
         """Yield `tokens` next ids (B,), one at a time, through the cache; temperature 0 is greedy."""
         cache = self.new_cache(ids.shape[1] + tokens)
         for _ in range(tokens):
-            logits = self.logits(self.hidden(ids, cache)[:, -1]).float()
+            logits = self.logits(self.prefill(ids, cache)).float()
             ids = sample(logits, temperature, top_k, generator)[:, None]
             yield ids[:, 0]
 

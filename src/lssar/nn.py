@@ -85,23 +85,84 @@ def add_alibi(q: Tensor, k: Tensor, slopes: Tensor, first_key: int = 0) -> tuple
 
 @dataclass
 class LayerCache:
-    """What one layer keeps of the tokens seen: a few tensors (B, ., T, .), grown in place in preallocated room."""
+    """What one layer keeps of the tokens seen: a few tensors (B, ., T, .), preallocated and filled in place.
+
+    With a window, T is the window and token i is at i modulo T, so that a new token takes the place of one that no
+    later row sees. Keys are rotated before they are kept, and a single row does not depend on the order of the keys
+    it sees, so a decoding step attends to the tensors as they are.
+    """
 
     room: int
+    """Most tokens in all."""
+    window: int | None = None
+    """Only so many of the last tokens are kept; None: all."""
+    ordered: bool = False
+    """Always return tokens in their order: ALiBi's layers add positions to what is returned."""
     length: int = 0
+    """Tokens seen so far."""
     tensors: list[Tensor] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Tokens that it can keep."""
+        return self.room if self.window is None else min(self.window, self.room)
+
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add the tokens of this call (dimension 2) and return all seen so far, as views."""
-        added = new[0].shape[2]
-        if self.length + added > self.room:
-            raise ValueError(f"the cache has room for {self.room} tokens; {self.length} + {added} do not fit")
+        """Add the tokens of this call (dimension 2) and return all that its rows may see."""
+        start, added = self.length, new[0].shape[2]
+        if start + added > self.room:
+            raise ValueError(f"the cache has room for {self.room} tokens; {start} + {added} do not fit")
         if not self.tensors:
-            self.tensors = [x.new_empty(*x.shape[:2], self.room, x.shape[3]) for x in new]
+            self.tensors = [x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in new]
+        self.length = start + added
+        if self.length <= self.size:  # nothing has been overwritten
+            for kept, x in zip(self.tensors, new):
+                kept[:, :, start : self.length] = x
+            return tuple(kept[:, :, : self.length] for kept in self.tensors)
+        seen: tuple[Tensor, ...] = ()
+        if added > 1 or self.ordered:
+            before = self._slots(max(0, start - self.size + 1), start)
+            seen = tuple(torch.cat([kept[:, :, before], x], 2) for kept, x in zip(self.tensors, new))
+        stay = min(added, self.size)
+        slots = self._slots(self.length - stay, self.length)
         for kept, x in zip(self.tensors, new):
-            kept[:, :, self.length : self.length + added] = x
-        self.length += added
-        return tuple(kept[:, :, : self.length] for kept in self.tensors)
+            kept[:, :, slots] = x[:, :, added - stay :]
+        return seen or tuple(self.tensors)
+
+    def _slots(self, start: int, stop: int) -> Tensor | slice:
+        """Where tokens start to stop - 1 are kept."""
+        first = start % self.size
+        if first + stop - start <= self.size:
+            return slice(first, first + stop - start)
+        return torch.arange(start, stop, device=self.tensors[0].device) % self.size
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` tokens; impossible if others have taken their place."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be wound back to {length}")
+        if length < self.length > self.size:
+            raise ValueError(
+                f"a layer keeps only the last {self.size} of {self.length} tokens, so that it cannot be wound back to "
+                f"{length}; use snapshot() before and restore() after"
+            )
+        self.length = length
+
+    def snapshot(self) -> LayerCache:
+        """What `restore` needs: the length, and a copy of the tensors if later tokens may overwrite them."""
+        copies = [] if self.window is None else [x.clone() for x in self.tensors]
+        return LayerCache(self.room, self.window, self.ordered, self.length, copies)
+
+    def restore(self, kept: LayerCache) -> None:
+        """Return to a snapshot of this cache."""
+        if kept.length > self.length:
+            raise ValueError(f"the snapshot has {kept.length} tokens, the cache only {self.length}")
+        self.length = kept.length
+        for mine, copy in zip(self.tensors, kept.tensors):
+            mine.copy_(copy)
+
+    @property
+    def bytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -297,9 +358,9 @@ class Attention(nn.Module):
         else:
             self.power.fill_(p)
 
-    def new_cache(self, room: int) -> LayerCache:
-        """A cache for up to `room` tokens."""
-        return LayerCache(room)
+    def new_cache(self, room: int, window: int | None = None) -> LayerCache:
+        """A cache for up to `room` tokens; it keeps the last ones only if the layer has a window or one is given."""
+        return LayerCache(room, narrower(self.window, window), ordered=self.position == "alibi")
 
     def positions(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Positions:
         """Of the tokens x (B, L, W) that follow those of the cache, for a layer that is called by itself."""
@@ -324,6 +385,8 @@ class Attention(nn.Module):
         view: dict[str, Any] = {"window": narrower(self.window, positions.window)}
         if positions.attend is None:
             view["cu_seqlens"] = positions.cu_seqlens
+            if cache is not None:  # the window that its tokens were kept for
+                view["window"] = cache.window
         o = self.attend(q, k, v, function=positions.attend or attention, **view)
         return self.out(o[..., : self.project.config.head_size].transpose(1, 2).flatten(2))
 

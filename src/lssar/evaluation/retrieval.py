@@ -183,8 +183,7 @@ def _read(
     """Read the contexts once, then ask the first question of each, the second of each, and so on."""
     cache = model.new_cache(length)
     context = torch.from_numpy(np.stack([s.context for s in batch])).to(device)
-    for part in context.split(chunk or context.shape[1], 1):
-        model.hidden(part, cache)
+    model.prefill(context, cache, chunk or context.shape[1])
     for asked in zip(*(s.queries for s in batch), strict=True):
         yield list(asked), _ask(model, cache, list(asked))
 
@@ -208,9 +207,9 @@ def _score(model: GPT, cache: Cache, queries: list[Query], answers: list[np.ndar
     device = next(model.parameters()).device
     targets = torch.from_numpy(padded).to(device)
     prompt = torch.from_numpy(np.stack([query.prompt for query in queries])).to(device)
-    start = cache.length
+    before = cache.snapshot()
     hidden = model.hidden(torch.cat([prompt, targets[:, :-1]], 1), cache)
-    cache.rewind(start)
+    cache.restore(before)
     logits = model.logits(hidden[:, asked - 1 :]).float()  # (B, tokens of the longest answer, V)
     scores = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     likeliest = (logits.argmax(-1) == targets).tolist()
