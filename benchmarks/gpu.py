@@ -59,7 +59,7 @@ JOBS = (
     tests("model", 200, "-m gpu tests/test_model.py tests/ops/test_compiled_strips.py"),
     tests("activations", 300, "-m gpu tests/ops/test_activations.py"),
     tests("tiled", 200, "-m gpu tests/ops/test_tiled.py"),
-    tests("others", 200, "-m gpu tests/integrations tests/evaluation tests/experiments"),
+    tests("others", 200, "-m gpu tests/hf tests/evaluation tests/experiments"),
     bench(
         "eager", 90, "--contestants eager:lssar compiled:lssar fused:lssar cudnn:softmax --lengths 1024 8192 "
         "--head-sizes 64 --heads 16 --budget 0.05",

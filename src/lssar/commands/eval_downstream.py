@@ -164,7 +164,7 @@ class _Model:
 
     @property
     def lm(self) -> Any:
-        from lssar.integrations import lm_eval as ours
+        from lssar.hf import lm_eval as ours
 
         if self._lm is None:
             if self.is_run:
@@ -180,7 +180,7 @@ class _Model:
         c = self.command
         harness = self.harness
         if harness == "lm-eval":
-            from lssar.integrations.lm_eval import version
+            from lssar.hf.lm_eval import version
 
             harness = f"lm-eval {version()}"
         identity: dict[str, Any] = {"model": self.folder.name, "max_length": self.max_length, "harness": harness}
@@ -208,12 +208,12 @@ class _Model:
         c = self.command
         name, _, length = task.rpartition("_")
         if name in RULER:
-            from lssar.integrations.lm_eval import metrics_of, run_ruler
+            from lssar.hf.lm_eval import metrics_of, run_ruler
 
             found = run_ruler(self.lm, name, int(length), c.limit or 100)
             return {"documents": c.limit or 100, "metrics": metrics_of(found, task)}
         if c.data is None:
-            from lssar.integrations.lm_eval import metrics_of, run_tasks
+            from lssar.hf.lm_eval import metrics_of, run_tasks
 
             found = run_tasks(self.lm, [task], limit=c.limit)
             return {"documents": found["n-samples"].get(task, {}).get("effective"), "metrics": metrics_of(found, task)}
@@ -223,7 +223,7 @@ class _Model:
             return about | evaluate_benchmark(
                 self.model, self.tokenizer, task, documents, self.max_length, self.batch_tokens, self.dtype
             )
-        from lssar.integrations.lm_eval import metrics_of, run_tasks, write_tasks
+        from lssar.hf.lm_eval import metrics_of, run_tasks, write_tasks
 
         with tempfile.TemporaryDirectory() as folder:
             found = run_tasks(self.lm, [task], write_tasks({task: documents}, Path(folder)))

@@ -23,17 +23,16 @@ class Export:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     overwrite: bool = False
     """Replace a folder that an earlier export made."""
+    license: str = "other"
+    """For the model card: an identifier that the Hugging Face hub knows, such as apache-2.0."""
 
     def run(self) -> None:
-        from lssar.integrations.huggingface import check_version
-
-        check_version()
-        from lssar.integrations.huggingface.export import export
+        from lssar.hf.export import export
 
         with console.status("exporting"):
-            files = export(self.run_folder, self.folder, self.tokenizer, self.dtype, self.overwrite)
+            files = export(self.run_folder, self.folder, self.tokenizer, self.dtype, self.overwrite, self.license)
         say_where(files)
         console.print(
-            f'load it with: import lssar; AutoModelForCausalLM.from_pretrained("{self.folder}")', highlight=False,
+            f'load it with: import lssar.hf; AutoModelForCausalLM.from_pretrained("{self.folder}")', highlight=False,
             soft_wrap=True,
         )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from lssar.attention import attention
-from lssar.integrations.huggingface.masks import CODE, FEWEST_KEYS
-from lssar.specs import AttentionSpec, spec
+from lssar.hf.masks import CODE, FEWEST_KEYS
+from lssar.specs import AttentionSpec, parse_spec, spec
 
 REFUSED = {
     "softcap": "a soft cap on the scores",
@@ -27,8 +29,8 @@ REFUSED = {
 """Arguments that some models pass to their attention and that change its numbers."""
 
 
-def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The function to register as `attn_implementation=name`."""
+def attention_function(name: str, spec_name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function to register as `attn_implementation=name`; it runs the mechanism `spec_name`."""
 
     def lssar_attention(
         module: nn.Module,
@@ -41,22 +43,12 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if dropout:
-            raise ValueError(
-                f"{name!r} attention has no dropout; got {dropout}. Set the model's attention dropout to 0 "
-                "(config.attention_dropout, or config.attn_pdrop for GPT-2)"
-            )
-        for argument, what in REFUSED.items():
-            if kwargs.get(argument) is not None:
-                raise ValueError(f"{name!r} attention does not support {what}, which this model asks for ({argument})")
-        if attention_mask is None and name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
-            raise RuntimeError(
-                f"{name!r} has no mask function, so that padding would be seen; call "
-                "lssar.integrations.huggingface.register(), which registers both"
-            )
-        if attention_mask is None and kwargs.get("cu_seq_lens_q") is None and getattr(module, "layer_idx", 0) == 0:
-            _refuse_ignored_pack(kwargs.get("position_ids"))
-        mechanism = mechanism_of(name, module)
+        _refuse_unsupported(name, dropout, kwargs)
+        if attention_mask is None:
+            _check_missing_mask(name, module, kwargs)
+        if not torch.compiler.is_compiling():
+            _warn_of_shared_config(name, module)
+        mechanism = mechanism_of(spec_name, module)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if scaling is not None and not mechanism.cosine and mechanism.scale == "rsqrt_d":
             factor = scaling * math.sqrt(query.shape[-1])  # under cosine a factor of q is divided out again
@@ -69,6 +61,46 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
 
     lssar_attention.__name__ = f"{name}_attention"
     return lssar_attention
+
+
+def _refuse_unsupported(name: str, dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout:
+        raise ValueError(
+            f"{name!r} attention has no dropout; got {dropout}. Set the model's attention dropout to 0: "
+            "config.attention_dropout, config.attn_pdrop (GPT-2) or config.attention_probs_dropout_prob (BERT)"
+        )
+    for argument, what in REFUSED.items():
+        if kwargs.get(argument) is not None:
+            raise ValueError(f"{name!r} attention does not support {what}, which this model asks for ({argument})")
+
+
+def _check_missing_mask(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """transformers passes no mask where it need not, and also where no mask function is registered."""
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        raise RuntimeError(f"{name!r} has no mask function, so padding would be visible; `import lssar.hf` adds it")
+    if kwargs.get("cu_seq_lens_q") is None and getattr(module, "layer_idx", 0) == 0:
+        _refuse_ignored_pack(kwargs.get("position_ids"))
+
+
+_FIRST_LAYERS: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""id of a config -> the first causal layer that ran with it."""
+
+
+def _warn_of_shared_config(name: str, module: nn.Module) -> None:
+    """transformers keeps the mechanism in the config object: models made from one object share the last one set."""
+    config = getattr(module, "config", None)
+    if config is None or getattr(module, "layer_idx", None) != 0 or not getattr(module, "is_causal", False):
+        return
+    first = _FIRST_LAYERS.setdefault(id(config), module)
+    if first is module:
+        return
+    if first.config is config:
+        warnings.warn(
+            f"two models share one config object, so both run {name!r}, the mechanism that was set last; give each "
+            "model its own copy: copy.deepcopy(config)",
+            stacklevel=2,
+        )
+    _FIRST_LAYERS[id(config)] = module
 
 
 def masked_attention(
@@ -90,25 +122,43 @@ def masked_attention(
     return (o[0].unflatten(1, (batch, queries)).transpose(0, 1) if packed else o), None
 
 
-def mechanism_of(name: str, module: nn.Module) -> AttentionSpec:
-    """The named mechanism with the changes of the model's config, `config.lssar`."""
-    changes = getattr(getattr(module, "config", None), "lssar", None)
-    return spec(name) if not changes else getattr(_CHANGED, _place(name, tuple(changes.items())))
+def mechanism_of(spec_name: str, module: nn.Module) -> AttentionSpec:
+    """The named mechanism as `config.lssar` changes it: fields of the spec, or a mechanism for each layer type."""
+    config = getattr(module, "config", None)
+    changes = getattr(config, "lssar", None)
+    if not changes:
+        return spec(spec_name)
+    if all(key.endswith(LAYER_TYPE_SUFFIX) for key in changes):
+        chosen = changes.get(_layer_type(config, module), spec_name)
+        return spec(spec_name) if chosen == spec_name else getattr(_CHANGED, _remember(chosen, ()))
+    return getattr(_CHANGED, _remember(spec_name, tuple(changes.items())))
+
+
+LAYER_TYPE_SUFFIX = "_attention"
+"""`config.lssar = {"full_attention": "lssar", "sliding_attention": "softmax"}`: keys are transformers' layer types."""
+
+
+def _layer_type(config: Any, module: nn.Module) -> str:
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types is None or index is None:
+        raise ValueError(f"config.lssar names layer types, but {type(config).__name__} has none (no layer_types)")
+    return types[index]
 
 
 _CHANGED = SimpleNamespace()
-"""Mechanisms with changes, each under a name of its own: torch.compile follows an attribute, and makes no specs."""
+"""Mechanisms with changes, one attribute each: torch.compile can follow an attribute but cannot construct a spec."""
 
 
 @torch.compiler.assume_constant_result
-def _place(name: str, changes: tuple[tuple[str, Any], ...]) -> str:
-    made = spec(name, **dict(changes))
-    place = f"{name}_{len(vars(_CHANGED))}"
+def _remember(text: str, changes: tuple[tuple[str, Any], ...]) -> str:
+    """The attribute of _CHANGED that holds the mechanism `text` (as in `lssar,p=3`) with these fields changed."""
+    made = parse_spec(text).replace(**dict(changes))
     for known, value in vars(_CHANGED).items():
         if value == made:
             return known
-    setattr(_CHANGED, place, made)
-    return place
+    attribute = f"{made.name}_{len(vars(_CHANGED))}"
+    setattr(_CHANGED, attribute, made)
+    return attribute
 
 
 def _arguments(

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import lssar
-from tests.integrations.families import FAMILIES, VOCAB, make, no_network, padded, python, tokens
+from tests.hf.families import FAMILIES, SHAPE, VOCAB, make, no_network, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
-from lssar.integrations import huggingface  # noqa: E402
-from lssar.integrations.huggingface import attention as attention_module  # noqa: E402
-from lssar.integrations.huggingface import masks  # noqa: E402
-from lssar.integrations.huggingface.attention import masked_attention  # noqa: E402
+from lssar import hf  # noqa: E402
+from lssar.hf import attention as attention_module  # noqa: E402
+from lssar.hf import masks  # noqa: E402
+from lssar.hf.attention import masked_attention  # noqa: E402
 
 __all__ = ["no_network"]
 CACHES = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
@@ -97,10 +97,10 @@ def test_the_layers_run_the_mechanism():
     assert (q.shape[1], k.shape[1]) == (4, 2)
     expected = lssar.attention(q, k, v, lssar.spec("lssar", p=3), impl="reference").transpose(1, 2).flatten(2)
     close(seen["o"], expected)
-    others = [make("llama", name)(ids).logits for name in ("lssar", "lssa", "cosine_softmax", "sdpa")]
+    others = [make("llama", name)(ids).logits for name in ("lssar", "lssa", "lssar_cosine_softmax", "sdpa")]
     for other in others:
         assert (other - logits).abs().max() > 1e-3
-    close(make("llama", "softmax")(ids).logits, others[-1])  # our softmax is theirs
+    close(make("llama", "lssar_softmax")(ids).logits, others[-1])  # our softmax is theirs
 
 
 def test_output_attentions_are_the_weights():
@@ -185,7 +185,7 @@ def test_codes_have_the_kinds_that_the_fused_kernels_take(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
-@pytest.mark.parametrize("mechanism", ["lssar", "cosine_softmax"])
+@pytest.mark.parametrize("mechanism", ["lssar", "lssar_cosine_softmax"])
 def test_loss_falls(family, mechanism):
     model = make(family, mechanism, torch.float32).train()
     torch.manual_seed(0)
@@ -254,7 +254,7 @@ def test_compiled_equals_eager(codes):
     compiled_equals_eager("llama", "padded")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there test_huggingface_gpu.py does this")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_gpu.py does this on a GPU")
 @pytest.mark.parametrize("cache", [pytest.param("dynamic", marks=pytest.mark.slow), "static"])
 def test_generation_by_the_fused_kernels_is_the_same(cache, monkeypatch):
     """In the interpreter, as on a GPU: with a static cache the number of keys is one for the whole batch, expanded."""
@@ -331,7 +331,7 @@ def test_what_is_not_supported_is_refused(monkeypatch):
         layer.attn.attn_dropout.p = 0.1
     with pytest.raises(ValueError, match=r"'lssar' attention has no dropout; got 0\.1.*attn_pdrop"):
         model(tokens(1, 5))
-    f = huggingface.attention.attention_function("lssar")
+    f = attention_module.attention_function("lssar", "lssar")
     layer = make("llama").model.layers[0].self_attn
     q = torch.randn(1, 4, 5, 8)
     for argument, words in {"softcap": "soft cap", "s_aux": "sinks", "position_bias": "bias", "cache": "paged"}.items():
@@ -342,11 +342,81 @@ def test_what_is_not_supported_is_refused(monkeypatch):
     from transformers.masking_utils import AttentionMaskInterface
 
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, "lssar")
-    with pytest.raises(RuntimeError, match="no mask function, so that padding would be seen"):
+    with pytest.raises(RuntimeError, match="no mask function, so padding would be visible"):
         make("llama")(**padded([tokens(6), tokens(4)], "left"))
-    monkeypatch.undo()
-    assert set(huggingface.register()) >= {"lssar", "lssa", "cosine_softmax"}
-    assert "ssmax" not in huggingface.register()  # it has weights, which somebody else's model has not
+
+
+def test_generic_names_are_registered_with_a_prefix():
+    """transformers has one namespace for everybody, and a spec with weights of its own fits nobody else's model."""
+    names = hf.mechanisms()
+    assert {"lssar", "lssa", "lssar_cosine_softmax", "lssar_softmax", "lssar_sigmoid"} <= set(names)
+    assert not {"softmax", "sigmoid", "exp", "raw", "lssar_ssmax"} & set(names)
+    registered = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS.valid_keys()
+    assert set(names) <= set(registered) and not {"softmax", "sigmoid", "exp", "raw"} & set(registered)
+
+
+def test_import_lssar_changes_nothing_in_transformers():
+    code = """
+import sys
+import transformers
+from transformers.configuration_utils import PreTrainedConfig
+before = PreTrainedConfig.to_dict
+import lssar
+assert PreTrainedConfig.to_dict is before
+assert not any(type(finder).__module__.startswith("lssar") for finder in sys.meta_path)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+assert "lssar" not in ALL_ATTENTION_FUNCTIONS.valid_keys()
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_models_that_share_a_config_object_are_told_so():
+    config = FAMILIES["llama"]()
+    one, two = (
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name) for name in ("lssar", "lssa")
+    )
+    one(tokens(1, 5))
+    with pytest.warns(UserWarning, match="two models share one config object, so both run 'lssa'"):
+        two(tokens(1, 5))
+
+
+MIXED = {
+    "cohere2": lambda: transformers.Cohere2Config(**SHAPE, sliding_window=6, layer_types=LAYER_TYPES),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=6, layer_types=LAYER_TYPES),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **SHAPE, use_sliding_window=True, sliding_window=6, layer_types=LAYER_TYPES, no_rope_layers=[1, 0]
+    ),
+    "olmo3": lambda: transformers.Olmo3Config(**SHAPE, sliding_window=6, layer_types=LAYER_TYPES),
+}
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_a_mechanism_for_each_layer_type(family):
+    """Softmax in the sliding layers and LSSAR in the full ones: each layer runs its own, and generation agrees."""
+    config = MIXED[family]()
+    config.lssar = {"full_attention": "lssar,p=3", "sliding_attention": "softmax"}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="lssar").double().eval()
+    layers = [module for module in model.modules() if getattr(module, "layer_idx", None) in (0, 1)]
+    layers = [module for module in layers if hasattr(module, "q_proj")]
+    assert [attention_module.mechanism_of("lssar", layer) for layer in layers] == [
+        lssar.spec("softmax"), lssar.spec("lssar", p=3),
+    ]  # fmt: skip
+    ids = tokens(2, 17)
+    mixed = model(ids).logits
+    for other in ({"full_attention": "softmax"}, {"sliding_attention": "lssar"}):
+        model.config.lssar = config.lssar | other
+        assert (model(ids).logits - mixed).abs().max() > 1e-6
+    model.config.lssar = {"full_attention": "lssar,p=3", "sliding_attention": "softmax"}
+    made = [model.generate(ids, max_new_tokens=5, do_sample=False, **kind) for kind in CACHES.values()]
+    assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+def test_layer_types_need_a_model_that_has_them():
+    with pytest.raises(ValueError, match=r"GPT2Config has none \(no layer_types\)"):
+        make("gpt2", lssar={"full_attention": "lssar"})(tokens(1, 5))
 
 
 def test_models_with_soft_caps_and_sinks_are_refused():
@@ -375,7 +445,7 @@ def test_a_saved_model_keeps_its_mechanism(tmp_path):
     folder, ids, out = (str(tmp_path / name) for name in ("model", "ids.pt", "out.pt"))
     model.save_pretrained(folder)
     torch.save(tokens(2, 9), ids)
-    script = LOAD.format(imports="import lssar", folder=folder, ids=ids, out=out)
+    script = LOAD.format(imports="import lssar.hf", folder=folder, ids=ids, out=out)
     done = python(script)
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = torch.load(out)
@@ -385,7 +455,7 @@ def test_a_saved_model_keeps_its_mechanism(tmp_path):
         kept = json.loads((tmp_path / name / "config.json").read_text())
         assert (kept["attn_implementation"], kept["lssar"]) == ("lssar", {"p": 3})
 
-    done = python(script.replace("import lssar", ""))  # without us: an error that names the mechanism, no softmax
+    done = python(script.replace("import lssar.hf", "import lssar"))  # not registered: an error, not softmax
     assert done.returncode != 0
     assert 'attn_implementation="lssar"` is not supported' in done.stderr
 

@@ -1,6 +1,7 @@
 """Our own model as an AutoModel: exported, loaded, generated from, trained and saved by transformers itself."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from lssar.cli import main
 from lssar.data.tokenizers import load_tokenizer
 from lssar.model import GPT, model_config
 from lssar.training.loop import load_run
-from tests.integrations.families import no_network, padded, python, tokens
+from tests.hf.families import no_network, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
-from lssar.integrations.huggingface.config import LssarConfig  # noqa: E402
-from lssar.integrations.huggingface.model import LssarForCausalLM  # noqa: E402
+from lssar.hf.config import LssarConfig  # noqa: E402
+from lssar.hf.model import LssarForCausalLM  # noqa: E402
 
 __all__ = ["no_network"]
 close = torch.testing.assert_close
@@ -37,28 +38,58 @@ def folder(run, tmp_path_factory):
     return made
 
 
-def test_export_loads_in_a_new_process_after_import_lssar(run, folder, tmp_path):
-    """With nothing but `import lssar`, which by itself imports nothing of transformers."""
+LOAD = """
+import sys, torch
+{imports}
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({folder!r}{arguments})
+tokenizer = AutoTokenizer.from_pretrained({folder!r}{arguments})
+made = model.generate(**tokenizer(["def f(", "x"], return_tensors="pt", padding=True), max_new_tokens=4)
+torch.save({{"logits": model(torch.load({ids!r})).logits, "ids": tokenizer("naïve\\n")["input_ids"],
+            "text": tokenizer.decode(made[0])}}, {out!r})
+"""
+
+
+@pytest.mark.parametrize(
+    "imports, arguments", [("import lssar.hf", ""), ("", ", trust_remote_code=True")], ids=["import", "remote code"]
+)
+def test_an_export_loads_in_a_new_process(imports, arguments, run, folder, tmp_path):
+    """After `import lssar.hf`, or in a process that never imported lssar, through auto_map."""
     ids, out = tmp_path / "ids.pt", tmp_path / "out.pt"
     torch.save(tokens(2, 40), ids)
-    code = f"""
-import sys, torch
-import lssar
-assert "transformers" not in sys.modules
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained({str(folder)!r})
-tokenizer = AutoTokenizer.from_pretrained({str(folder)!r})
-made = model.generate(**tokenizer(["def f(", "x"], return_tensors="pt", padding=True), max_new_tokens=4)
-torch.save({{"logits": model(torch.load({str(ids)!r})).logits, "ids": tokenizer("naïve\\n")["input_ids"],
-            "text": tokenizer.decode(made[0])}}, {str(out)!r})
-"""
-    done = python(code)
+    code = LOAD.format(imports=imports, arguments=arguments, folder=str(folder), ids=str(ids), out=str(out))
+    done = python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
     assert done.returncode == 0, done.stderr[-2000:]
     got = torch.load(out)
     ours, _, _ = load_run(run)
     assert torch.equal(got["logits"], ours(tokens(2, 40)))  # beyond the trained length, too
     assert got["ids"] == load_tokenizer("bytes").encode("naïve\n").tolist()
     assert got["text"].startswith("def f(")
+
+
+def test_a_pipeline_loads_an_export_without_importing_lssar(folder, tmp_path):
+    code = f"""
+from transformers import pipeline
+made = pipeline("text-generation", model={str(folder)!r}, trust_remote_code=True)("def f(", max_new_tokens=4)
+assert made[0]["generated_text"].startswith("def f(")
+"""
+    done = python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_lm_eval_loads_an_export_without_importing_lssar(folder, tmp_path):
+    pytest.importorskip("lm_eval")
+    from lssar.hf.lm_eval import write_tasks
+    from tests.evaluation.test_downstream import EXAMPLES
+
+    tasks = write_tasks({"piqa": EXAMPLES["piqa"]}, tmp_path / "tasks")
+    arguments = f"pretrained={folder},trust_remote_code=True,max_length=256"
+    command = ["--model", "hf", "--model_args", arguments, "--tasks", "piqa", "--include_path", str(tasks)]
+    command += ["--device", "cpu"]
+    code = f"import sys; sys.argv[1:] = {command}; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    done = python(code, HF_MODULES_CACHE=str(tmp_path / "modules"), HF_DATASETS_CACHE=str(tmp_path / "datasets"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|piqa" in done.stdout
 
 
 def test_the_folder(run, folder):
@@ -70,11 +101,14 @@ def test_the_folder(run, folder):
     record = json.loads((folder / "export.json").read_text())
     assert (record["run"], record["step"]) == ("tiny", 3)
     assert record["environment"]["torch"] == torch.__version__
+    card = (folder / "README.md").read_text()
+    assert "| data | stdlib |" in card and "| licence | other |" in card and "768 in 3 steps" in card
+    assert re.search(r"validation loss, nats a token \| \d\.\d{3} ", card)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2-like", "json"])
 def test_tokenizers_are_the_same_token_for_token(name, tmp_path, monkeypatch):
-    from lssar.integrations.huggingface.tokenizer import to_transformers
+    from lssar.hf.tokenizer import to_transformers
 
     text = "naïve  café\t\n\n 你好 🙂 it's I'll 12ab\u2028x  \r\n\x00 end "
     if name == "bytes":
@@ -182,7 +216,7 @@ def test_lm_eval_reads_the_export_as_the_run(run, folder, no_network):
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance
 
-    from lssar.integrations.lm_eval import LssarLM
+    from lssar.hf.lm_eval import LssarLM
 
     models = [huggingface.HFLM(pretrained=str(folder), device="cpu", max_length=64, batch_size=4)]
     models += [LssarLM(run, max_length=64, device="cpu")]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lssar.cli import main
-from tests.integrations.families import no_network
+from tests.hf.families import no_network
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -26,5 +26,5 @@ def test_the_page_runs(tmp_path, monkeypatch, no_network):
         else:
             for line in block.splitlines():
                 main(shlex.split(line.removeprefix("lssar "), comments=True))
-    assert kinds.count("python") == 4
+    assert kinds.count("python") == 6
     assert (tmp_path / "trained/last/model.safetensors").exists()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.integrations.families import make, padded, tokens
+from tests.hf.families import make, padded, tokens
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

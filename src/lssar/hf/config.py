@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 
 from lssar.model import ModelConfig, model_config
+
+REMOTE_MODULE = "modeling_lssar"
+REMOTE_CODE = '''"""Loads this model in a process that has not imported lssar.hf (trust_remote_code=True)."""
+
+import lssar.hf  # pip install 'lssar[hf]'
+from lssar.hf.config import LssarConfig
+from lssar.hf.model import LssarForCausalLM
+
+__all__ = ["LssarConfig", "LssarForCausalLM"]
+'''
+AUTO_MAP = {
+    "AutoConfig": f"{REMOTE_MODULE}.LssarConfig",
+    "AutoModelForCausalLM": f"{REMOTE_MODULE}.LssarForCausalLM",
+}
 
 
 class LssarConfig(PreTrainedConfig):
@@ -17,7 +32,7 @@ class LssarConfig(PreTrainedConfig):
 
     model: dict | None = None
     ntk_factor: float = 1.0
-    """The rotary base is stretched as for a context so many times the trained one (NTK-aware); 1: as trained."""
+    """Context as a multiple of the trained one for which the rotary base is scaled (NTK-aware); 1: as trained."""
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -30,8 +45,13 @@ class LssarConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
-        fields.pop("attn_implementation", None)  # the mechanism is in `model`, and nothing else may be asked for
-        return fields
+        fields.pop("attn_implementation", None)  # the mechanism is in `model`, and no other may be asked for
+        return {**fields, "auto_map": AUTO_MAP}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As transformers does, and the module that `auto_map` names."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        (Path(save_directory) / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE)
 
     @property
     def gpt(self) -> ModelConfig:

@@ -32,7 +32,7 @@ def _no_network(monkeypatch, tmp_path):
 
 
 def make_lm(**changes):
-    from lssar.integrations.lm_eval import LssarLM
+    from lssar.hf.lm_eval import LssarLM
 
     return LssarLM(small_model(), BYTES, device="cpu", **({"max_length": 256} | changes))
 
@@ -40,7 +40,7 @@ def make_lm(**changes):
 def test_lm_eval_asks_what_the_builtin_harness_asks_and_scores_as_it_does(tmp_path):
     from lm_eval.tasks import TaskManager
 
-    from lssar.integrations.lm_eval import metrics_of, run_tasks, write_tasks
+    from lssar.hf.lm_eval import metrics_of, run_tasks, write_tasks
 
     folder = write_tasks(EXAMPLES, tmp_path / "tasks")
     tasks = TaskManager(include_path=str(folder), include_defaults=False).load(list(EXAMPLES))["tasks"]
@@ -105,7 +105,7 @@ def test_generation_is_greedy_and_stops():
 def test_needles_of_ruler_are_made_here(monkeypatch):
     """And one who says what he has read gets them right."""
     pytest.importorskip("wonderwords")
-    from lssar.integrations.lm_eval import LssarLM, metrics_of, run_ruler
+    from lssar.hf.lm_eval import LssarLM, metrics_of, run_ruler
 
     asked = []
 
@@ -147,7 +147,7 @@ def test_the_command_through_lm_eval(tmp_path, monkeypatch, capsys):
 
 
 def test_what_cannot_be_made_is_said(tmp_path):
-    from lssar.integrations.lm_eval import LssarLM
+    from lssar.hf.lm_eval import LssarLM
 
     with pytest.raises(ValueError, match="needs its tokenizer"):
         LssarLM(small_model())

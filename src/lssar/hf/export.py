@@ -11,34 +11,51 @@ from pathlib import Path
 import torch
 
 from lssar.data.tokenizers import load_tokenizer
-from lssar.integrations.huggingface.config import LssarConfig
-from lssar.integrations.huggingface.model import LssarForCausalLM
-from lssar.integrations.huggingface.tokenizer import to_transformers
+from lssar.hf.config import LssarConfig
+from lssar.hf.model import LssarForCausalLM
+from lssar.hf.tokenizer import to_transformers
+from lssar.model import GPT
 from lssar.records import command_line, environment, write_json
 from lssar.training.loop import load_run
+from lssar.training.metrics import read_metrics
+from lssar.training.recipes import Recipe
 from lssar.training.sources import data_folder, tokenizer_of
 
 CARD = """---
-library_name: lssar
+library_name: transformers
 pipeline_tag: text-generation
+license: {license}
+tags: [lssar]
 ---
-A language model with {mechanism} attention, trained at {length} tokens with [lssar](https://arxiv.org/abs/2501.13428).
+# {name}
+
+A language model of {parameters:,} parameters with {mechanism} attention ([arXiv 2501.13428](https://arxiv.org/abs/2501.13428)),
+trained at {length} tokens.
 
 ```python
-import lssar  # lets transformers know the model
+import lssar.hf  # pip install 'lssar[hf]'; or pass trust_remote_code=True
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 ```
 
-`export.json` says which run it is, at which step, and with what it was trained.
+| | |
+|---|---|
+| data | {data} |
+| tokens | {tokens:,} in {steps:,} steps |
+| seed | {seed} |
+| validation loss, nats a token | {validation} |
+| licence | {license} |
+
+`export.json` has the run, the recipe, the command and the software versions.
 """
 
 
 def export(
-    run: Path, folder: Path, tokenizer: str | None = None, dtype: str = "float32", overwrite: bool = False
-) -> list[Path]:
+    run: Path, folder: Path, tokenizer: str | None = None, dtype: str = "float32", overwrite: bool = False,
+    license: str = "other",
+) -> list[Path]:  # fmt: skip
     """Write the last checkpoint of `run` into the new folder `folder`: whole, or not at all. Returns its files."""
     run, folder = Path(run), Path(folder)
     _check_folder(folder, overwrite)
@@ -61,14 +78,29 @@ def export(
         temporary.chmod(0o755)
         model.save_pretrained(temporary)
         to_transformers(ours).save_pretrained(temporary)
-        mechanism = gpt.config.layout
-        (temporary / "README.md").write_text(CARD.format(mechanism=mechanism, length=gpt.config.train_length))
+        (temporary / "README.md").write_text(_card(run, gpt, recipe, step, license))
         record = {"run": run.name, "step": step, "recipe": recipe.to_dict(), "tokenizer": ours.name}
         write_json(temporary / "export.json", {**record, "command": command_line(), "environment": environment()})
         _put(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(folder.iterdir())
+
+
+def _card(run: Path, gpt: GPT, recipe: Recipe, step: int, license: str) -> str:
+    losses = [row["val_loss"] for row in read_metrics(run) if "val_loss" in row and row["step"] <= step]
+    return CARD.format(
+        name=run.resolve().name,
+        parameters=gpt.parameter_count(),
+        mechanism=gpt.config.layout,
+        length=gpt.config.train_length,
+        data=Path(recipe.data).name,
+        tokens=step * recipe.batch_tokens,
+        steps=step,
+        seed=recipe.seed,
+        validation=f"{losses[-1]:.3f}" if losses else "not measured",
+        license=license,
+    )
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:

@@ -13,19 +13,21 @@ import torch
 pytest.importorskip("transformers")
 import transformers
 
+import lssar.hf  # noqa: F401
+
 ROOT = Path(__file__).parent.parent.parent
 VOCAB = 97
-_SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-_SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
 FAMILIES = {
-    "llama": lambda: transformers.LlamaConfig(**_SHAPE),
-    "qwen3": lambda: transformers.Qwen3Config(**_SHAPE, head_dim=8),
+    "llama": lambda: transformers.LlamaConfig(**SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8),
     "qwen2, some windows": lambda: transformers.Qwen2Config(
-        **_SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+        **SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
-    "mistral": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=None),
-    "mistral, window 6": lambda: transformers.MistralConfig(**_SHAPE, sliding_window=6),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=None),
+    "mistral, window 6": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0.0, resid_pdrop=0.0,
         embd_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,

@@ -12,8 +12,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from lssar.integrations.huggingface.attention import masked_attention
-from lssar.integrations.huggingface.config import LssarConfig
+from lssar.hf.attention import masked_attention
+from lssar.hf.config import LssarConfig
 from lssar.model import GPT
 from lssar.nn import LayerCache, Positions
 

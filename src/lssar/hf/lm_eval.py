@@ -1,7 +1,7 @@
 """lm-eval on our models: an `LM` around a run, and task files for data at hand.
 
     import lm_eval
-    from lssar.integrations.lm_eval import LssarLM
+    from lssar.hf.lm_eval import LssarLM
     lm_eval.simple_evaluate(LssarLM("runs/mine", max_length=4096), tasks=["hellaswag"])
 
 Importing this module also registers the model with lm-eval's own command line: `--model lssar --model_args
@@ -174,9 +174,6 @@ def huggingface_lm(folder: Path, max_length: int | None, device: str, batch_size
     """lm-eval's own Hugging Face model on a folder, with our attention known to transformers."""
     from lm_eval.models.huggingface import HFLM
 
-    from lssar.integrations import huggingface
-
-    huggingface.register()
     return HFLM(pretrained=str(folder), max_length=max_length, device=device, batch_size=batch_size)
 
 
