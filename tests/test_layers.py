@@ -36,11 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experiments": EXPERIMENTS,
     "report": EVALUATION | TRAINING | {"runs", "plots"},
     "benchmark": MODEL,
-    "integrations": EVALUATION | TRAINING | {"runs"},
-    "commands": EXPERIMENTS | {"report", "benchmark", "integrations"},
+    "hf": EVALUATION | TRAINING | {"runs"},
+    "commands": EXPERIMENTS | {"report", "benchmark", "hf"},
     "cli": set(),  # lssar_cli, outside the package, imports commands by name
     "__main__": set(),
-    "__init__": MODEL | {"integrations"},
+    "__init__": MODEL,
 }
 """For each module or folder directly under `lssar`, the others that it may import."""
 

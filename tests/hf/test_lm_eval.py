@@ -10,7 +10,7 @@ from lssar.cli import main
 from lssar.data.tokenizers import load_tokenizer
 from lssar.evaluation.benchmarks import BENCHMARKS, RULER, evaluate_benchmark
 from lssar.evaluation.likelihood import likelihoods
-from tests.evaluation.test_downstream import EXAMPLES, small_model, write_examples
+from tests.evaluation.test_benchmarks import EXAMPLES, small_model, write_examples
 
 pytest.importorskip("lm_eval")
 BYTES = load_tokenizer("bytes")

@@ -9,8 +9,9 @@ import torch
 import lssar
 from lssar.cli import main
 from lssar.data.tokenizers import load_tokenizer
+from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
-from lssar.training.loop import load_run
+from lssar.runs import Run
 from tests.hf.families import no_network, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -61,7 +62,7 @@ def test_an_export_loads_in_a_new_process(imports, arguments, run, folder, tmp_p
     done = python(code, HF_MODULES_CACHE=str(tmp_path / "modules"))
     assert done.returncode == 0, done.stderr[-2000:]
     got = torch.load(out)
-    ours, _, _ = load_run(run)
+    ours = Run.open(run, "cpu").model()
     assert torch.equal(got["logits"], ours(tokens(2, 40)))  # beyond the trained length, too
     assert got["ids"] == load_tokenizer("bytes").encode("naïve\n").tolist()
     assert got["text"].startswith("def f(")
@@ -80,7 +81,7 @@ assert made[0]["generated_text"].startswith("def f(")
 def test_lm_eval_loads_an_export_without_importing_lssar(folder, tmp_path):
     pytest.importorskip("lm_eval")
     from lssar.hf.lm_eval import write_tasks
-    from tests.evaluation.test_downstream import EXAMPLES
+    from tests.evaluation.test_benchmarks import EXAMPLES
 
     tasks = write_tasks({"piqa": EXAMPLES["piqa"]}, tmp_path / "tasks")
     arguments = f"pretrained={folder},trust_remote_code=True,max_length=256"
@@ -154,6 +155,7 @@ KINDS = {
     "window": {"window": 5},
     "tpa": {"projection": "tpa"},
     "one a layer": {"attention": (lssar.spec("lssar", p=3), lssar.spec("cosine_softmax"))},
+    "mixed": {"pattern": parse_layout("softmax@5 lssa+lssar/none")},
 }
 
 

@@ -33,6 +33,9 @@ class LssarConfig(PreTrainedConfig):
     model: dict | None = None
     ntk_factor: float = 1.0
     """Context as a multiple of the trained one for which the rotary base is scaled (NTK-aware); 1: as trained."""
+    layer_types: list | None = None
+    """As transformers names them; derived from `model`, as is the next."""
+    sliding_window: int | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
     bos_token_id: int | None = None
@@ -40,7 +43,14 @@ class LssarConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        self.model = (ModelConfig.from_dict(self.model) if self.model else model_config("124m")).to_dict()
+        gpt = ModelConfig.from_dict(self.model) if self.model else model_config("124m")
+        if len(windows := {layer.window for layer in gpt.layer_configs if layer.window is not None}) > 1:
+            raise ValueError(
+                f"transformers has one window for all sliding layers; {gpt.layout!r} has {sorted(windows)}"
+            )
+        self.model = gpt.to_dict()
+        self.layer_types = ["sliding_attention" if layer.window else "full_attention" for layer in gpt.layer_configs]
+        self.sliding_window = next(iter(windows), None)
         super().__post_init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,4 +75,3 @@ class LssarConfig(PreTrainedConfig):
     num_key_value_heads = property(lambda self: self.model["key_heads"] or self.model["heads"])
     head_dim = property(lambda self: self.model["width"] // self.model["heads"])
     max_position_embeddings = property(lambda self: self.model["train_length"])
-    sliding_window = property(lambda self: self.model["window"])

@@ -16,10 +16,8 @@ from lssar.hf.model import LssarForCausalLM
 from lssar.hf.tokenizer import to_transformers
 from lssar.model import GPT
 from lssar.records import command_line, environment, write_json
-from lssar.training.loop import load_run
+from lssar.runs import Run
 from lssar.training.metrics import read_metrics
-from lssar.training.recipes import Recipe
-from lssar.training.sources import data_folder, tokenizer_of
 
 CARD = """---
 library_name: transformers
@@ -29,7 +27,7 @@ tags: [lssar]
 ---
 # {name}
 
-A language model of {parameters:,} parameters with {mechanism} attention ([arXiv 2501.13428](https://arxiv.org/abs/2501.13428)),
+A language model of {parameters:,} parameters with the attention layers `{mechanism}` ([arXiv 2501.13428](https://arxiv.org/abs/2501.13428)),
 trained at {length} tokens.
 
 ```python
@@ -57,10 +55,11 @@ def export(
     license: str = "other",
 ) -> list[Path]:  # fmt: skip
     """Write the last checkpoint of `run` into the new folder `folder`: whole, or not at all. Returns its files."""
-    run, folder = Path(run), Path(folder)
+    folder = Path(folder)
     _check_folder(folder, overwrite)
-    gpt, recipe, step = load_run(run)
-    ours = load_tokenizer(tokenizer) if tokenizer else tokenizer_of(data_folder(recipe, run), recipe.vocab_size)
+    source = Run.open(run, "cpu")
+    gpt = source.model()
+    ours = load_tokenizer(tokenizer) if tokenizer else source.tokenizer
     if ours.vocab_size > gpt.config.vocab_size:
         raise ValueError(
             f"tokenizer {ours.name!r} has {ours.vocab_size} tokens, the model {gpt.config.vocab_size}; give --tokenizer"
@@ -78,8 +77,10 @@ def export(
         temporary.chmod(0o755)
         model.save_pretrained(temporary)
         to_transformers(ours).save_pretrained(temporary)
-        (temporary / "README.md").write_text(_card(run, gpt, recipe, step, license))
-        record = {"run": run.name, "step": step, "recipe": recipe.to_dict(), "tokenizer": ours.name}
+        (temporary / "README.md").write_text(_card(source, gpt, license))
+        record = {
+            "run": source.folder.name, "step": source.step, "recipe": source.recipe.to_dict(), "tokenizer": ours.name,
+        }  # fmt: skip
         write_json(temporary / "export.json", {**record, "command": command_line(), "environment": environment()})
         _put(temporary, folder)
     finally:
@@ -87,10 +88,11 @@ def export(
     return sorted(folder.iterdir())
 
 
-def _card(run: Path, gpt: GPT, recipe: Recipe, step: int, license: str) -> str:
-    losses = [row["val_loss"] for row in read_metrics(run) if "val_loss" in row and row["step"] <= step]
+def _card(run: Run, gpt: GPT, license: str) -> str:
+    recipe, step = run.recipe, run.step
+    losses = [row["val_loss"] for row in read_metrics(run.folder) if "val_loss" in row and row["step"] <= step]
     return CARD.format(
-        name=run.resolve().name,
+        name=run.folder.resolve().name,
         parameters=gpt.parameter_count(),
         mechanism=gpt.config.layout,
         length=gpt.config.train_length,

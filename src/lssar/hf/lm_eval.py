@@ -22,6 +22,7 @@ from lssar.data.tokenizers import Tokenizer, load_tokenizer
 from lssar.evaluation.benchmarks import RULER, Document, benchmark
 from lssar.evaluation.likelihood import likelihoods
 from lssar.model import GPT
+from lssar.runs import Run
 
 try:
     import lm_eval
@@ -58,14 +59,8 @@ class LssarLM(TemplateLM):
                 raise ValueError("a bare model needs its tokenizer")
             self.model = pretrained.to(self._device).eval()
         else:
-            from lssar.training.loop import load_run
-            from lssar.training.sources import data_folder, tokenizer_of
-
-            run = Path(pretrained)
-            self.model, recipe, _ = load_run(run, self._device)
-            if dtype is None and self._device.type == "cuda" and recipe.dtype == "bfloat16":
-                dtype = torch.bfloat16
-            tokenizer = tokenizer or tokenizer_of(data_folder(recipe, run), recipe.vocab_size)
+            run = Run.open(pretrained, self._device)
+            self.model, dtype, tokenizer = run.model(), dtype or run.dtype, tokenizer or run.tokenizer
         self.tokenizer: Any = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         if self.tokenizer.vocab_size > self.model.config.vocab_size:
             raise ValueError(

@@ -64,7 +64,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor | None] | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -98,25 +98,31 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _positions(
-        self, x: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None,
+        self, x: Tensor, mask: Tensor | dict | None, position_ids: Tensor | None, cache: Cache | None,
         cu_seqlens: Tensor | None,
     ) -> Positions:  # fmt: skip
-        config = self.gpt.config
         if position_ids is None:
             seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
-        make = create_causal_mask if config.window is None else create_sliding_window_causal_mask
-        seen_by = make(
-            config=self.config, inputs_embeds=x, attention_mask=mask, past_key_values=cache, position_ids=position_ids
-        )
-        assert seen_by is None or isinstance(seen_by, Tensor)
+        masks = mask if isinstance(mask, dict) else self._masks(x, mask, position_ids, cache)  # generate makes a dict
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, mechanism: Any, head_scale: Tensor | None, window: int | None
-        ) -> Tensor:  # the mask has the window
-            return masked_attention(q, k, v, mechanism, mask=seen_by, cu_seqlens=cu_seqlens, head_scale=head_scale)[0]
+        ) -> Tensor:
+            seen = masks["full_attention" if window is None else "sliding_attention"]
+            return masked_attention(q, k, v, mechanism, mask=seen, cu_seqlens=cu_seqlens, head_scale=head_scale)[0]
 
         return self.gpt.positions(position_ids[:, None], self.config.ntk_factor, attend=attend)
+
+    def _masks(
+        self, x: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Cache | None
+    ) -> dict[str, Any]:
+        """A mask for each type of layer that the model has."""
+        arguments: dict[str, Any] = dict(
+            config=self.config, inputs_embeds=x, attention_mask=mask, past_key_values=cache, position_ids=position_ids
+        )
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        return {kind: makers[kind](**arguments) for kind in dict.fromkeys(self.config.layer_types or [])}
 
 
 class _TransformersCache(LayerCache):
