@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-rows test test-slow test-portable lint bench clean
+.PHONY: demo demo-rows test test-slow test-portable lint docs bench clean
 
 # Minutes: three small models trained at length 128 and read at up to 16 times that.
 demo: $(READY)
@@ -29,7 +29,12 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The CPU figures of the README and docs/cpu.md.
+# The documentation site in out/site; dead links are errors.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the site is in out/site/index.html"
+
+# The CPU numbers of the README.
 bench: $(READY)
 	$(BIN)/lssar bench --contestants tiled:lssar tiled:lssa tiled:softmax tiled:cosine_softmax sdpa:softmax eager:lssar \
 	  --lengths 1024 2048 4096 8192 --heads 4 --head-sizes 64 --out benchmarks/results/cpu-float32 --overwrite

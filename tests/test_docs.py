@@ -61,3 +61,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
+
+
+def test_the_diagram_shows_the_imports():
+    check = subprocess.run([sys.executable, "docs/development/diagram.py", "--check"], cwd=ROOT)
+    assert check.returncode == 0, "run python docs/development/diagram.py"

@@ -114,9 +114,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
         return self.gpt.positions(position_ids[:, None], self.config.ntk_factor, attend=attend)
 
-    def _masks(
-        self, x: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Cache | None
-    ) -> dict[str, Any]:
+    def _masks(self, x: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Cache | None) -> dict[str, Any]:
         """A mask for each type of layer that the model has."""
         arguments: dict[str, Any] = dict(
             config=self.config, inputs_embeds=x, attention_mask=mask, past_key_values=cache, position_ids=position_ids
