@@ -140,6 +140,14 @@ def mixed(shards, share, seed=0, **changes) -> TokenBatches:
     return TokenBatches(shards, **settings)
 
 
+def test_long_windows_recall_no_more_pairs_than_there_are_symbols():
+    """Keys and values are different numbers of symbols: 32 and 31 with bytes."""
+    maker = TaskMaker(load_tokenizer("bytes"))
+    most = maker.most("recall")
+    assert most == min(map(len, maker.symbols[:2]))
+    maker.make("recall", np.random.default_rng(0), 1024, [0.5], load=most)
+
+
 def test_a_mixture_leaves_no_real_window_out(shards):
     share = 0.3
     plain, both = mixed(shards, 0.0), mixed(shards, share)

@@ -137,7 +137,7 @@ class TaskMaker:
 
     def most(self, task: str) -> int:
         """Needles, pairs or items of one context that can be told apart; of items, as many as are ever asked for."""
-        of_recall = len(self.symbols[0]) if task == "recall" else 0
+        of_recall = min(map(len, self.symbols[:2])) if task == "recall" else 0
         return {"passkey": 1, "needles": len(self.words), "recall": of_recall, "copy": ITEMS}[task]
 
     def shortest(self, task: str, load: int | None = None) -> int:
