@@ -18,7 +18,7 @@ def test_the_map_of_the_paper_names_every_mechanism():
     assert sorted(rows) == sorted(lssar.specs())
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/long-reader.md"])
 def test_python_examples_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     assert blocks

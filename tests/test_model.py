@@ -171,7 +171,7 @@ def test_token_losses_are_the_loss():
 
 
 def test_sizes_have_the_names_of_their_parameters():
-    for name, count in {"45m": 45e6, "51m": 51e6, "124m": 124e6, "355m": 355e6, "0.8m": 0.8e6}.items():
+    for name, count in {"33m": 33e6, "45m": 45e6, "51m": 51e6, "124m": 124e6, "355m": 355e6, "0.8m": 0.8e6}.items():
         changes = {"vocab_size": 257} if name == "0.8m" else {}
         with torch.device("meta"):
             model = GPT(model_config(name, **changes))

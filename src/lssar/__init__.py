@@ -5,8 +5,9 @@ o = lssar.attention(q, k, v)                                # LSSAR, p = 15, cau
 o = lssar.attention(q, k, v, lssar.spec("lssar", p=3))
 """
 
+from lssar import nn
 from lssar.attention import attention
 from lssar.specs import AttentionSpec, spec, specs
 
-__all__ = ["AttentionSpec", "attention", "spec", "specs"]
+__all__ = ["AttentionSpec", "attention", "nn", "spec", "specs"]
 __version__ = "0.1.0"

@@ -159,6 +159,7 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 64, "heads": 4},  # tests
     "0.8m": {"layers": 4, "width": 128, "heads": 1},  # a laptop, bytes; why one head: docs/training.md
     "6m": {"layers": 8, "width": 256, "heads": 4, "mlp_ratio": 3},  # a small vocabulary; released in models/
+    "33m": {"layers": 8, "width": 384, "heads": 6},
     "45m": {"layers": 6, "width": 512, "heads": 8},
     "51m": {"layers": 8, "width": 512, "heads": 8},
     "124m": {"layers": 12, "width": 768, "heads": 12},  # GPT-2 small

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lssar.attention import attention
-from lssar.layouts import HeadGroup, LayerConfig, Position, parse_layout
+from lssar.layouts import HeadGroup, LayerConfig, Position, mechanisms_text, parse_layout, parse_mechanisms
 from lssar.specs import AttentionSpec
 
 
@@ -265,7 +265,75 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("brlh,brld->bhld", a, b) / a.shape[1]
 
 
-class Attention(nn.Module):
+class _Mechanisms:
+    """What the layers below share: groups of heads with a mechanism each, a learned scale, and a power."""
+
+    groups: tuple[HeadGroup, ...]
+    head_scale: nn.Parameter | None
+    """One number a query head, if any of the mechanisms has a learned scale."""
+    power: Tensor | None
+    """Power of every re-weighted mechanism in place of its own; set by `set_power`, not a weight."""
+
+    def _divide(self, layer: LayerConfig, heads: int, key_heads: int) -> None:
+        self.groups, self.power, self.head_scale = layer.groups(heads, key_heads), None, None
+        if any(spec.head_scale is not None for spec in self.specs):
+            scales = [float(g.spec.head_scale or 0.0) for g in self.groups for _ in range(g.heads.start, g.heads.stop)]
+            self.head_scale = nn.Parameter(torch.tensor(scales))
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The mechanism of each group of heads; may be changed at test time."""
+        return tuple(group.spec for group in self.groups)
+
+    @specs.setter
+    def specs(self, specs: Sequence[AttentionSpec]) -> None:
+        self.groups = tuple(replace(group, spec=s) for group, s in zip(self.groups, specs, strict=True))
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The mechanism of a layer that has only one."""
+        if len(self.groups) > 1:
+            raise ValueError("this layer divides its heads between mechanisms; see `specs`")
+        return self.groups[0].spec
+
+    @spec.setter
+    def spec(self, spec: AttentionSpec) -> None:
+        self.specs = [spec]
+
+    def extra_repr(self) -> str:
+        return mechanisms_text(LayerConfig(self.specs, tuple(g.heads.stop - g.heads.start for g in self.groups)))
+
+    def set_power(self, p: float | None) -> None:
+        """Re-weight with the power p from now on; None: with each mechanism's own.
+
+        The power is a tensor on the CPU, so that a compiled graph takes it as an input and is not compiled again.
+        """
+        if p is None or all(s.p is None for s in self.specs):
+            self.power = None
+        elif self.power is None:
+            self.power = torch.tensor(float(p), dtype=torch.float64, device="cpu")
+        else:
+            self.power.fill_(p)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, function: Callable[..., Tensor] = attention,
+        mask: Tensor | None = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """`lssar.attention`, or a function with its arguments, with each mechanism on its heads."""
+        outputs = []
+        for group in self.groups:
+            own = dict(others)
+            if mask is not None:
+                own["mask"] = mask[:, group.heads] if mask.shape[1] > 1 else mask
+            spec, keys = group.spec, group.key_heads
+            if self.power is not None and spec.p is not None:
+                spec = spec.replace(p=float(self.power))
+            scale = None if spec.head_scale is None or self.head_scale is None else self.head_scale[group.heads]
+            outputs.append(function(q[:, group.heads], k[:, keys], v[:, keys], spec, head_scale=scale, **own))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+class Attention(_Mechanisms, nn.Module):
     """Causal self-attention, (B, L, width) to (B, L, width), with any mechanism, window and positions.
 
     Args:
@@ -314,49 +382,14 @@ class Attention(nn.Module):
         shape = ProjectionConfig(width, heads, key_heads, head_size or width // heads, projection, ranks, bias)
         if layer.position == "rope" and (shape.head_size % 2 or shape.head_size < 4):
             raise ValueError(f"rope needs an even head size of at least 4; got {shape.head_size}")
-        self.groups = layer.groups(heads, key_heads)
+        self._divide(layer, heads, key_heads)
         self.window, self.position, self.rope_base = layer.window, layer.position, rope_base
         self.project = (TensorProductProjection if projection == "tpa" else PlainProjection)(shape)
         self.out = nn.Linear(heads * shape.head_size, width, bias=bias)
-        self.power: Tensor | None = None
-        """Power of every re-weighted mechanism in place of its own; set by `set_power`, not a weight."""
-        self.head_scale = None
-        if any(group.spec.head_scale is not None for group in self.groups):
-            # One number a head, also where only some of the mechanisms use theirs.
-            scales = [float(g.spec.head_scale or 0.0) for g in self.groups for _ in range(g.heads.start, g.heads.stop)]
-            self.head_scale = nn.Parameter(torch.tensor(scales))
 
-    @property
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        """The mechanism of each group of heads; may be changed at test time."""
-        return tuple(group.spec for group in self.groups)
-
-    @specs.setter
-    def specs(self, specs: Sequence[AttentionSpec]) -> None:
-        self.groups = tuple(replace(group, spec=s) for group, s in zip(self.groups, specs, strict=True))
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The mechanism of a layer that has only one."""
-        if len(self.groups) > 1:
-            raise ValueError("this layer divides its heads between mechanisms; see `specs`")
-        return self.groups[0].spec
-
-    @spec.setter
-    def spec(self, spec: AttentionSpec) -> None:
-        self.specs = [spec]
-
-    def set_power(self, p: float | None) -> None:
-        """Re-weight with the power p from now on; None: with each mechanism's own.
-
-        The power is a tensor on the CPU, so that a compiled graph takes it as an input and is not compiled again.
-        """
-        if p is None or all(s.p is None for s in self.specs):
-            self.power = None
-        elif self.power is None:
-            self.power = torch.tensor(float(p), dtype=torch.float64, device="cpu")
-        else:
-            self.power.fill_(p)
+    def extra_repr(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        return f"{super().extra_repr()}{window}, position={self.position!r}"
 
     def new_cache(self, room: int, window: int | None = None) -> LayerCache:
         """A cache for up to `room` tokens; it keeps the last ones only if the layer has a window or one is given."""
@@ -399,25 +432,137 @@ class Attention(nn.Module):
             v = F.pad(v, (0, ALIBI_ROOM))  # one head size for all three: without it the fused kernels refuse
         return q, k, v
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, function: Callable[..., Tensor] = attention, **view: Any
-    ) -> Tensor:
-        """`lssar.attention` with each mechanism on its heads; `view` is passed on."""
-        outputs = [
-            function(q[:, g.heads], k[:, g.key_heads], v[:, g.key_heads], spec, **own, **view)
-            for g, (spec, own) in ((g, self._mechanism(g)) for g in self.groups)
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _mechanism(self, group: HeadGroup) -> tuple[AttentionSpec, dict[str, Any]]:
-        """The group's mechanism, and what else `lssar.attention` takes for it."""
-        spec, scale = group.spec, None
-        if self.power is not None and spec.p is not None:
-            spec = spec.replace(p=float(self.power))
-        if spec.head_scale is not None:
-            assert self.head_scale is not None
-            scale = self.head_scale[group.heads]
-        return spec, {"head_scale": scale}
+class MultiheadAttention(_Mechanisms, nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with another mechanism: same arguments, weights and results' shapes.
+
+    `spec` is a mechanism (`"lssar"`, `"lssa+lssar"` to divide the heads, an `AttentionSpec`). As in PyTorch there are
+    no positions, and rows see all keys unless a mask or `is_causal` says otherwise. A state dict of PyTorch's module
+    loads. Masks are bool (True hides a key), or float with 0 and -inf only. Dropout of weights, `add_bias_kv` and
+    `add_zero_attn` are not supported. Returned weights have no gradient.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, nhead=4, batch_first=True)
+        >>> layer.self_attn = lssar.nn.MultiheadAttention(64, 4, spec="lssar", batch_first=True)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+        >>> attention = lssar.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> y, weights = attention(torch.randn(2, 3, 64), torch.randn(2, 5, 64), torch.randn(2, 5, 64))
+        >>> y.shape, weights.shape
+        (torch.Size([2, 3, 64]), torch.Size([2, 3, 5]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        spec: str | AttentionSpec = "lssar",
+    ):
+        if dropout or add_bias_kv or add_zero_attn:
+            raise ValueError("dropout of attention weights, add_bias_kv and add_zero_attn are not supported")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim must be a multiple of num_heads; got {embed_dim} and {num_heads}")
+        super().__init__(
+            embed_dim, num_heads, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype
+        )
+        layer = parse_mechanisms(spec) if isinstance(spec, str) else LayerConfig((spec,))
+        self._divide(layer, num_heads, num_heads)
+        if self.head_scale is not None:
+            self.head_scale = nn.Parameter(self.head_scale.to(device=device, dtype=dtype))
+        # PyTorch's transformer layers ask for this before they skip the module's forward for kernels of their own,
+        # which compute softmax.
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, shaped as `query`, and with `need_weights` the weights: (B, Lq, Lk), or (B, heads, Lq, Lk) if
+        not averaged. With `is_causal` the last query sees all keys, and `attn_mask` is taken to say the same."""
+        batched = query.dim() == 3
+        if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
+            raise ValueError(
+                "query, key and value must have three dimensions each, or two without a batch; got "
+                f"{query.dim()}, {key.dim()} and {value.dim()}"
+            )
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = (
+            x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in self._project(query, key, value)
+        )
+        causal = is_causal and (attn_mask is None or q.shape[2] == k.shape[2])
+        mask = self._visible(None if causal else attn_mask, key_padding_mask, q, k)
+        weights: list[Tensor] = []
+
+        def attend(*args: Any, **others: Any) -> Tensor:
+            if not need_weights:
+                return attention(*args, **others)
+            o, w = attention(*args, **others, return_weights=True, impl="tiled")
+            weights.append(w)
+            return o
+
+        o = self.attend(q, k, v, function=attend, mask=mask, causal=causal)
+        o = self.out_proj(o.transpose(1, 2).flatten(2))
+        w = torch.cat(weights, 1) if need_weights else None
+        if w is not None and average_attn_weights:
+            w = w.mean(1)
+        if not batched:
+            return o[0], None if w is None else w[0]
+        return (o if self.batch_first else o.transpose(0, 1)), w
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases))
+
+    def _visible(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """True where a row may see a key, (B or 1, H or 1, Lq or 1, Lk), from masks that say what it may not."""
+        (B, H, Lq, _), Lk = q.shape, k.shape[2]
+        seen = None
+        if mask is not None:
+            shapes = {(Lq, Lk): (1, 1, Lq, Lk), (B * H, Lq, Lk): (B, H, Lq, Lk)}
+            if tuple(mask.shape) not in shapes:
+                raise ValueError(f"attn_mask must have one of the shapes {list(shapes)}; got {tuple(mask.shape)}")
+            seen = ~_hidden("attn_mask", mask).view(shapes[tuple(mask.shape)])
+        if padding is not None:
+            if padding.shape != (B, Lk):
+                raise ValueError(f"key_padding_mask must have the shape {(B, Lk)}; got {tuple(padding.shape)}")
+            inside = ~_hidden("key_padding_mask", padding)[:, None, None]
+            seen = inside if seen is None else seen & inside
+        return seen
+
+
+def _hidden(name: str, mask: Tensor) -> Tensor:
+    """A mask of PyTorch's transformer layers as bool, True where a key is hidden."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask == -torch.inf
+    if not mask.is_floating_point() or (not torch.compiler.is_compiling() and bool((mask[~hidden] != 0).any())):
+        raise ValueError(f"{name} must be bool, or float with 0 and -inf only: no bias is added to scores")
+    return hidden
 
 
 def layer_config(

@@ -220,8 +220,19 @@ RECIPES: dict[str, Recipe] = {
         size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,
         warmup=50, dtype="float32", compile=False, eval_every=100, save_every=200,
     ),
-    # Long readers: three local softmax layers to one global layer whose heads average (LSSA) or pick (LSSAR).
-    # The models in models/ were trained with these two.
+    # Long readers (docs/long-reader.md): three local softmax layers, then a global layer without positions.
+    "long-124m": Recipe(
+        size="124m", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/books", steps=1_600, batch_tokens=65_536,
+        micro_batch=32, optimiser="muon", lr=6e-4, warmup=100, retrieval_share=0.25,
+        retrieval_tasks=("passkey", "needles", "recall"), eval_every=200, save_every=500,
+    ),
+    "long-33m": Recipe(
+        size="33m", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/books", length=512, steps=900,
+        batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=6e-4, warmup=100, retrieval_share=0.25,
+        retrieval_tasks=("passkey", "needles", "recall"), eval_every=300, save_every=300,
+    ),
+    # Heads of the global layer that average (LSSA) beside heads that pick (LSSAR). The models in models/ were trained
+    # with these two.
     "long-tiny": Recipe(
         size="0.8m", heads=2, layout="mixed@32", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="stdlib",
         vocab_size=257, length=128, steps=1_500, batch_tokens=4_096, micro_batch=32, optimiser="muon", lr=1e-3,
