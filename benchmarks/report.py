@@ -3,8 +3,8 @@
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `ratios COMMIT` makes one of
-the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` one of what
-`lssar reproduce report` decided.
+the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` lists
+the claims that `lssar reproduce report` decided, `verdicts mixed` those about mixed layouts.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -26,8 +26,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] == "ratios":
         return ratio_table(paths[0].read_text(), words[1])
     results = [json.loads(path.read_text()) for path in paths]
-    if words == ["verdicts"]:
-        return verdict_table(results[0])
+    if words[0] == "verdicts":
+        return verdict_table(results[0], mixed=words[1:] == ["mixed"])
     if words == ["lengths"]:
         return length_table(results)
     if words == ["downstream"]:
@@ -57,8 +57,9 @@ def table(paths: list[Path], words: list[str]) -> str:
     )
 
 
-def verdict_table(claims: list[dict]) -> str:
-    """Claims by what became of them, in the order of the page of results."""
+def verdict_table(claims: list[dict], mixed: bool) -> str:
+    """Claims by their verdicts, in the order of the page: those about mixed layouts (m1, ...), or the others."""
+    claims = [claim for claim in claims if claim["claim"].startswith("m") == mixed]
     verdicts = ("holds", "holds in part", "does not hold", "not tested")
     found = {verdict: [c for c in claims if c["verdict"] == verdict] for verdict in verdicts}
     listed = {

@@ -30,8 +30,9 @@ class Length:
     """Loss by length, by position, and of the last tokens against the context that they are given."""
 
     runs: tyro.conf.Positional[list[Path]]
-    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
-    """Of the training length; each must divide the largest."""
+    multiples: list[int] = field(default_factory=list)
+    """Of the training length; each must divide the largest. Default: 1 2 4 8 16; for mixed layouts 1 4 16 64 256 512,
+    on held-out documents that are joined."""
     ntk: list[Literal["off", "length"]] = field(default_factory=lambda: ["off"])
     """Rotary base as trained, or stretched by length (NTK-aware); several make several curves."""
     window: int | None = None
@@ -47,6 +48,7 @@ class Length:
 
     def run(self) -> None:
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
+        from lssar.evaluation.long import far_multiples, is_long_reader, joined_pieces
         from lssar.plots import plot_length
         from lssar.training.loop import load_run
         from lssar.training.metrics import read_metrics, summarise
@@ -55,11 +57,16 @@ class Length:
         curves: list[dict[str, Any]] = []
         for folder in self.runs:
             model, recipe, step = load_run(folder, self.device)
-            lengths = [recipe.length * multiple for multiple in self.multiples]
-            documents = held_out_documents(
-                held_out_folder(folder, recipe, self.data), recipe.vocab_size, max(lengths) + 1
-            )
-            pieces = pieces_of(documents, max(lengths), self.pieces)
+            held_out = held_out_folder(folder, recipe, self.data)
+            far = not self.multiples and is_long_reader(model.config)
+            multiples = self.multiples or (far_multiples() if far else [1, 2, 4, 8, 16])
+            lengths = [recipe.length * multiple for multiple in multiples]
+            if far:
+                most = 2_097_152 if self.device.startswith("cuda") else 262_144
+                pieces = joined_pieces(held_out, max(lengths), min(most, self.pieces * max(lengths)))
+            else:
+                documents = held_out_documents(held_out, recipe.vocab_size, max(lengths) + 1)
+                pieces = pieces_of(documents, max(lengths), self.pieces)
             with progress() as bar:
                 for ntk in self.ntk:
                     task = bar.add_task(f"{folder.name} ntk {ntk}", total=len(lengths) * len(pieces))

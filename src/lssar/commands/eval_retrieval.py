@@ -37,13 +37,17 @@ class Retrieval:
     other runs, lengths or tasks and the same --out adds to what is there."""
 
     runs: tyro.conf.Positional[list[Path]]
-    tasks: list[str] = field(default_factory=lambda: list(TASKS))
-    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
-    """Of the training length."""
+    tasks: list[str] = field(default_factory=list)
+    """passkey, needles, recall, copy. Default: all; with --protocol long those that the run was trained on."""
+    multiples: list[int] = field(default_factory=list)
+    """Of the training length. Default: 1 2 4 8 16 32 64; with --protocol long 1 4 16 64 512."""
+    protocol: Literal["auto", "short", "long"] = "auto"
+    """long: at least 100 questions at each length, without wrong answers to compare with. auto: long if the first run
+    has a mixed layout."""
     samples: int = 16
-    """Contexts at each length; for the passkey at each length and depth."""
+    """Contexts at each length, for the passkey at each length and depth; with --protocol short."""
     depths: list[float] = field(default_factory=lambda: list(DEPTHS))
-    """Where passkey and needles stand: 0 is the start of the context, 1 its end."""
+    """Positions of passkeys and needles (0: start of the context, 1: its end); with --protocol short."""
     ntk: Literal["off", "length"] = "off"
     """Rotary base as trained, or stretched by length (NTK-aware)."""
     window: int | None = None
@@ -67,8 +71,11 @@ class Retrieval:
         from lssar.plots import plot_retrieval
         from lssar.training.loop import load_run
 
+        self._choose_protocol()
         self._check()
-        settings = {"samples": self.samples, "depths": self.depths, "seed": self.seed}
+        settings: dict[str, Any] = {"samples": self.samples, "depths": self.depths, "seed": self.seed}
+        if self.protocol == "long":
+            settings = {"protocol": "long", "seed": self.seed}
         result = begin_figures(self._json, settings, self.overwrite)
         began = time.monotonic()
         for folder in self.runs:
@@ -91,7 +98,8 @@ class Retrieval:
             del model
         if not any(arm["rows"] for arm in result["arms"]):
             raise ValueError("--stop-after left no time for a single task and length")
-        for rule in ("greedy", "choice"):
+        rules: tuple[Rule, ...] = ("greedy", "choice") if self.protocol == "short" else ("greedy",)
+        for rule in rules:
             console.print(retrieval_table(result, rule))
         console.print("In brackets the 95% Wilson interval. " + CHANCE, highlight=False)
         files = [self._json]
@@ -105,6 +113,21 @@ class Retrieval:
     @property
     def _json(self) -> Path:
         return self.out.with_suffix(".json")
+
+    def _choose_protocol(self) -> None:
+        """Fill in what was left to the protocol."""
+        from lssar.evaluation.long import is_long_reader, retrieval_multiples
+        from lssar.training.recipes import read_recipe
+
+        recipe = read_recipe(self.runs[0]) if self.runs else None
+        if self.protocol == "auto":
+            self.protocol = "long" if recipe is not None and is_long_reader(recipe.model()) else "short"
+        if self.protocol == "long":
+            trained = [task for task in (recipe.retrieval_tasks if recipe else ()) if task != "copy"]
+            self.tasks = self.tasks or trained or ["passkey", "needles", "recall"]
+            self.multiples = self.multiples or retrieval_multiples()
+        self.tasks = self.tasks or list(TASKS)
+        self.multiples = self.multiples or [1, 2, 4, 8, 16, 32, 64]
 
     def _check(self) -> None:
         if unknown := [task for task in self.tasks if task not in TASKS]:
@@ -151,13 +174,20 @@ class Retrieval:
         return TaskMaker(tokenizer, text)
 
     def _measure(self, model: Any, maker: Any, task: str, length: int, dtype: torch.dtype | None) -> dict[str, Any]:
+        from lssar.evaluation.long import retrieval_settings
         from lssar.evaluation.retrieval import evaluate_retrieval
+        from lssar.model import PREFILL_CHUNK
 
         batch_tokens = self.batch_tokens or (524_288 if self.device.startswith("cuda") else 16_384)
+        size: dict[str, Any] = {"samples": self.samples, "depths": self.depths}
+        if self.protocol == "long":
+            size = retrieval_settings(maker, task, model.config.train_length) | {"chunk": PREFILL_CHUNK}
+            if self.device.startswith("cuda"):
+                size["chunk"] = None  # whole contexts, which is fastest where there is memory
         start = time.perf_counter()
         row = evaluate_retrieval(
-            model, maker, task, length, samples=self.samples, depths=self.depths, seed=self.seed, ntk=self.ntk,
-            window=self.window, batch_tokens=batch_tokens, dtype=dtype,
+            model, maker, task, length, **size, seed=self.seed, ntk=self.ntk, window=self.window,
+            batch_tokens=batch_tokens, dtype=dtype,
         )  # fmt: skip
         return row | {"seconds": round(time.perf_counter() - start, 3)}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lssar.data.folder import DataFolder
 from lssar.data.stream import DocumentReader
-from lssar.model import GPT
+from lssar.model import GPT, PREFILL_CHUNK
 
 LAST_TOKENS = 256
 
@@ -59,8 +59,13 @@ def evaluate_length(
     batch_tokens: int = 16_384,
     dtype: torch.dtype | None = None,
     report: Callable[[], None] = lambda: None,
+    chunk: int = PREFILL_CHUNK,
 ) -> dict[str, Any]:
-    """The three curves for one model; `pieces` are token ids of max(lengths) + 1, on any device."""
+    """The three curves for one model; `pieces` are token ids of max(lengths) + 1, on any device.
+
+    Sequences longer than `chunk` are evaluated in chunks, which bounds memory. The losses of single pieces are kept
+    (`values`), for intervals of differences: the same pieces are seen at every length.
+    """
     longest = max(lengths)
     if not pieces or any(len(piece) != longest + 1 for piece in pieces):
         raise ValueError(f"evaluation to {longest} tokens needs pieces of {longest + 1}; got {len(pieces)} pieces")
@@ -77,26 +82,40 @@ def evaluate_length(
             for length in sorted(lengths):
                 means, tails = [], []
                 for piece in pieces:
-                    losses = _losses(model, piece[:-1].view(-1, length), piece[1:].view(-1, length), batch_tokens)
+                    losses = _losses(
+                        model, piece[:-1].view(-1, length), piece[1:].view(-1, length), batch_tokens, chunk
+                    )
                     means.append(float(losses.mean()))
                     tails.append(float(losses[-1, -tail:].mean()))
                     if length == longest:
                         positions += losses[0].double().cpu() / len(pieces)
                     report()
-                by_length.append({"length": length, **interval(means)})
-                last.append({"context": length, "tokens": tail, **interval(tails)})
+                by_length.append({"length": length, **interval(means), "values": means})
+                last.append({"context": length, "tokens": tail, **interval(tails), "values": tails})
     finally:
         model.ntk, model.window = before
     return {"ntk": ntk, "window": window, "by_length": by_length, "last": last, "by_position": _binned(positions)}
 
 
-def _losses(model: GPT, ids: Tensor, targets: Tensor, batch_tokens: int) -> Tensor:
+def _losses(model: GPT, ids: Tensor, targets: Tensor, batch_tokens: int, chunk: int) -> Tensor:
     device = next(model.parameters()).device
     rows = max(1, batch_tokens // ids.shape[1])
     parts = [
-        model.token_losses(i.to(device), t.to(device)).float() for i, t in zip(ids.split(rows), targets.split(rows))
+        model.token_losses(i.to(device), t.to(device), chunk=chunk).float()
+        for i, t in zip(ids.split(rows), targets.split(rows))
     ]
     return torch.cat(parts)
+
+
+def changes_from_first(points: Sequence[dict[str, Any]]) -> list[list[float]] | None:
+    """The change of each piece's loss from the first point of a curve to every point; paired, so text cancels out.
+
+    None for curves recorded without the `values` of their pieces, or with a piece that diverged.
+    """
+    if not points or any("values" not in point or None in point["values"] for point in points):
+        return None
+    first = points[0]["values"]
+    return [[value - base for value, base in zip(point["values"], first, strict=True)] for point in points]
 
 
 def interval(values: Sequence[float]) -> dict[str, Any]:

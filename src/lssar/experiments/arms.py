@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lssar.experiments.evaluations import Evaluation, Length
-from lssar.specs import AttentionSpec, spec
+from lssar.specs import spec
+from lssar.training.powers import PowerSchedule
 from lssar.training.recipes import Recipe, recipe
 
 NOT_CONTENT = (
@@ -27,7 +28,10 @@ NOT_CONTENT = (
 
 Position = Literal["rope", "alibi"]
 ScaleName = Literal["smoke", "laptop", "h200", "paper"]
-Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy"]
+Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy", "far"]
+Setting = Literal["text", "retrieval", "long"]
+"""`text`: the recipe of the scale. `retrieval`: with retrieval documents mixed in. `long`: at a short length, with
+retrieval documents, evaluated to the farthest multiple of the scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,16 @@ class Row:
     p: float | None = None
     """Power that is trained in; re-weighting applied after training belongs to the evaluation."""
     position: Position = "rope"
+    layout: str = "uniform"
+    """As in a recipe; {window}, {half} and {double} stand for the local window of the scale, half and twice of it."""
+    p_schedule: str | None = None
     evaluation: Evaluation = field(default_factory=Length)
-    mixture: bool = False
-    """Train on text mixed with retrieval documents."""
+    setting: Setting = "text"
     seeds: int = 1
+    rank: int = 0
+    """Arms of a lower rank are trained first, all seeds included."""
+    scales: tuple[ScaleName, ...] = ("smoke", "laptop", "h200", "paper")
+    """Where the row exists: a pattern of eight layers does not fit a model of four."""
     paper: str | None = None
     """The matching row of the paper's table, if there is one."""
     also: tuple[Evaluation, ...] = ()
@@ -51,9 +61,6 @@ class Row:
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
         return (self.evaluation, *self.also)
-
-    def spec(self) -> AttentionSpec:
-        return spec(self.attention, **({} if self.p is None else {"p": self.p}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +74,8 @@ class Experiment:
     draw: Draw = "curves"
     at: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Multiples of the training length shown in the table."""
+    page: str = "results"
+    """Page of the documentation that shows it: docs/PAGE.md, or docs/PAGE-SCALE.md."""
     measure: Callable[[], Any] | None = None
     """Further results that need no training."""
 
@@ -74,6 +83,10 @@ class Experiment:
         labels = [row.label for row in self.rows]
         if len(set(labels)) != len(labels):
             raise ValueError(f"{self.name}: rows must have distinct labels; got {labels}")
+
+    def rows_at(self, scale: Scale) -> list[Row]:
+        """The rows that exist at a scale."""
+        return [row for row in self.rows if scale.name in row.scales and row.setting in ("text", *scale.settings)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +106,16 @@ class Scale:
     """Folder of the arms' JSON files."""
     runs: Path
     """Folder of checkpoints, which may be deleted once the results exist."""
-    mixture: dict[str, Any]
-    """Changes to the recipe for arms that learn retrieval."""
+    settings: dict[str, dict[str, Any]]
+    """Changes to the recipe by the setting of a row; a setting that is not listed does not exist at this scale."""
+    window: int = 128
+    """Window of the local layers of mixed layouts."""
+    farthest: int = 64
+    """Largest multiple of the training length for the `long` setting."""
+    far_tokens: int = 131_072
+    """Held-out tokens of an evaluation of loss in the `long` setting."""
+    most_questions: int | None = None
+    """At most about so many questions in a cell, for a scale that only shows that everything runs."""
     bench_documents: int | None = None
     """At most this many documents of each benchmark."""
     evaluate_all: bool = True
@@ -110,7 +131,11 @@ class Scale:
         if steps < 1:
             raise ValueError(f"--tokens must be at least one step of {self.base.batch_tokens:,}; got {tokens:,}")
         base = self.base.replace(steps=steps, warmup=min(self.base.warmup, steps // 4))
-        return dataclasses.replace(self, base=base, mixture={k: v for k, v in self.mixture.items() if k != "steps"})
+        settings = {
+            name: changes | {"steps": max(1, tokens // changes.get("batch_tokens", self.base.batch_tokens))}
+            for name, changes in self.settings.items()
+        }
+        return dataclasses.replace(self, base=base, settings=settings)
 
     @property
     def tables(self) -> Path:
@@ -119,9 +144,11 @@ class Scale:
         return self.results / ("tables" if usual else f"tables-{self.base.steps * self.base.batch_tokens}")
 
     def recipe(self, row: Row, seed: int) -> Recipe:
-        p = None if row.p == spec(row.attention).p else row.p  # lssar with p = 15 is lssar
-        mixture = self.mixture if row.mixture else {}
-        return self.base.replace(attention=row.attention, p=p, position=row.position, seed=seed, **mixture)
+        p = None if row.p is None or row.p == spec(row.attention).p else row.p  # lssar with p = 15 is lssar
+        layout = row.layout.format(window=self.window, half=self.window // 2, double=2 * self.window)
+        own = {"attention": row.attention, "p": p, "position": row.position, "layout": layout, "seed": seed}
+        changes = {} if row.setting == "text" else self.settings[row.setting]
+        return self.base.replace(**{**changes, **own, "p_schedule": row.p_schedule})
 
     def arm(self, row: Row, seed: int) -> Arm:
         return Arm(recipe=self.recipe(row, seed), data=self.data)
@@ -150,16 +177,23 @@ class Arm:
     @property
     def name(self) -> str:
         r = self.recipe
-        power = f"-p{r.p:g}" if r.p is not None else ""
-        marks = (("-alibi", r.position == "alibi"), ("-retrieval", r.retrieval_share > 0))
-        return r.attention + power + "".join(mark for mark, on in marks if on)
+        words = [r.attention, *([f"p{r.p:g}"] if r.p is not None else [])]
+        if r.layout != "uniform":
+            words.append(r.layout.replace("*", "x").replace("/", "-").replace(" ", "_"))
+        if r.p_schedule is not None:
+            words.append(
+                ("ramp" if ".." in r.p_schedule else "annealed") + f"{PowerSchedule.parse(r.p_schedule).final:g}"
+            )
+        marks = (("alibi", r.position == "alibi"), ("retrieval", r.retrieval_share > 0))
+        return "-".join([*words, *(mark for mark, on in marks if on)])
 
 
 def changes_of(name: str, base: str) -> dict[str, Any]:
-    """Fields in which one recipe differs from another, and its number of steps."""
+    """Fields in which one recipe differs from another, and its number of steps; without those that a row sets."""
     ours, theirs = recipe(name), recipe(base)
-    changed = (f.name for f in dataclasses.fields(Recipe) if getattr(ours, f.name) != getattr(theirs, f.name))
-    return {name: getattr(ours, name) for name in (*changed, "steps")}
+    changed = [f.name for f in dataclasses.fields(Recipe) if getattr(ours, f.name) != getattr(theirs, f.name)]
+    of_rows = ("attention", "p", "position", "layout", "p_schedule", "data", "seed")
+    return {name: getattr(ours, name) for name in (*changed, "steps") if name not in of_rows}
 
 
 SCALES: dict[str, Scale] = {
@@ -173,10 +207,20 @@ SCALES: dict[str, Scale] = {
                 eval_batches=8, save_every=50, keep=1,
             ),
             data="stdlib",
-            mixture={
-                "retrieval_share": 1.0, "retrieval_tasks": ["passkey"], "length": 128, "micro_batch": 16, "lr": 5e-3,
-                "steps": 1000,
+            settings={
+                "retrieval": {
+                    "retrieval_share": 1.0, "retrieval_tasks": ["passkey"], "length": 128, "micro_batch": 16,
+                    "lr": 5e-3, "steps": 1000,
+                },
+                "long": changes_of("long-tiny", "tiny-cpu") | {
+                    "size": "0.8m", "length": 128, "micro_batch": 8, "batch_tokens": 1024, "steps": 20, "warmup": 5,
+                    "eval_batches": 2,
+                },
             },
+            window=32,
+            farthest=16,
+            far_tokens=8_192,
+            most_questions=10,
             most_seeds=1,
             eval_tokens=16_384,
             bench_documents=50,
@@ -189,7 +233,11 @@ SCALES: dict[str, Scale] = {
             recipe_name="tiny-cpu",
             base=recipe("tiny-cpu", eval_every=300, save_every=300, keep=1),
             data="stdlib",
-            mixture=changes_of("retrieval-tiny", "tiny-cpu"),
+            settings={
+                "retrieval": changes_of("retrieval-tiny", "tiny-cpu"),
+                "long": changes_of("long-tiny", "tiny-cpu"),
+            },
+            window=32,
             most_seeds=3,
             eval_tokens=49_152,
             bench_documents=200,
@@ -206,7 +254,12 @@ SCALES: dict[str, Scale] = {
             name="h200",
             recipe_name="books-51m",
             base=recipe("books-51m", steps=640, eval_every=320, save_every=320, keep=1),  # 41.9M tokens
-            mixture=changes_of("retrieval-51m", "books-51m"),
+            settings={
+                "retrieval": changes_of("retrieval-51m", "books-51m"),
+                "long": changes_of("long-33m", "books-51m") | {"eval_every": 450, "save_every": 450},
+            },
+            farthest=512,
+            far_tokens=2_097_152,
             data="books",
             most_seeds=3,
             eval_tokens=786_432,
@@ -219,7 +272,7 @@ SCALES: dict[str, Scale] = {
             recipe_name="gpt2-124m-fineweb",
             base=recipe("gpt2-124m-fineweb"),
             data="fineweb10B",
-            mixture={},  # the paper trains on text only
+            settings={"retrieval": {}},  # the paper trains on text only
             most_seeds=3,
             eval_tokens=4_194_304,
             results=Path("results/paper"),
@@ -231,19 +284,20 @@ SCALES: dict[str, Scale] = {
 
 
 def arms_of(wanted: Iterable[Experiment], scale: Scale, everything: Iterable[Experiment] = ()) -> list[Arm]:
-    """The arms of the wanted experiments, first seeds first, with their evaluations and those of `everything`."""
+    """The arms of the wanted experiments, by rank, then by seed, with their evaluations and those of `everything`."""
     wanted = list(wanted)
     evaluations: dict[Arm, dict[str, Evaluation]] = {}
     for experiment in [*wanted, *everything] if scale.evaluate_all else wanted:
-        for row in experiment.rows:
+        for row in experiment.rows_at(scale):
             for seed in range(min(row.seeds, scale.most_seeds)):
                 kept = evaluations.setdefault(scale.arm(row, seed), {})
                 kept.update((evaluation.key, evaluation) for evaluation in row.evaluations)
+    rows = [row for experiment in wanted for row in experiment.rows_at(scale)]
     order = [
         scale.arm(row, seed)
+        for rank in sorted({row.rank for row in rows})
         for seed in range(scale.most_seeds)
-        for experiment in wanted
-        for row in experiment.rows
-        if seed < min(row.seeds, scale.most_seeds)
+        for row in rows
+        if row.rank == rank and seed < min(row.seeds, scale.most_seeds)
     ]
     return [dataclasses.replace(arm, evaluations=tuple(evaluations[arm].values())) for arm in dict.fromkeys(order)]

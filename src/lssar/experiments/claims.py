@@ -4,84 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from lssar.experiments.mixed_claims import MIXED_CLAIMS
 from lssar.experiments.paper import POWERS
-
-Verdict = Literal["holds", "holds in part", "does not hold", "not tested"]
-
-
-class Missing(Exception):
-    """An arm that the rule needs is not finished."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    verdict: Verdict
-    evidence: str
-
-
-class Tables:
-    """Losses by experiment, label and multiple; what diverged counts as infinite."""
-
-    def __init__(self, tables: dict[str, dict[str, Any]]):
-        self.tables = tables
-
-    def line(self, experiment: str, label: str, evaluation: str | None = None) -> dict[str, Any]:
-        for row in self.tables.get(experiment, {}).get("rows", []):
-            if row["label"] == label and (row["main"] if evaluation is None else row["evaluation"] == evaluation):
-                return row
-        raise Missing(f"{experiment}: {label}")
-
-    def loss(self, experiment: str, label: str, multiple: int = 1, evaluation: str | None = None) -> float:
-        point = self.line(experiment, label, evaluation)["loss"].get(str(multiple))
-        if point is None:
-            raise Missing(f"{experiment}: {label} at {multiple}x")
-        return math.inf if point["mean"] is None else point["mean"]
-
-    def rate(self, label: str, multiple: str) -> dict[str, Any]:
-        """Of the last training; its interval is widened to those of the trainings before."""
-        line = self.line("passkey", label)
-        found = [run["rate"].get(multiple) for run in (line, *line["earlier"])]
-        if found[0] is None:
-            raise Missing(f"passkey: {label} at {multiple}x")
-        there = [rate for rate in found if rate]
-        return found[0] | {"low": min(r["low"] for r in there), "high": max(r["high"] for r in there)}
-
-    def deviation(self, experiment: str, label: str, multiple: int) -> float:
-        return self.line(experiment, label)["loss"][str(multiple)].get("deviation") or 0.0
-
-
-def grade(good: int, of: int) -> Verdict:
-    return "holds" if good == of else "holds in part" if good else "does not hold"
-
-
-def show(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "diverged"
-
-
-@dataclass(frozen=True)
-class Claim:
-    name: str
-    text: str
-    source: str
-    rule: str
-    experiments: tuple[str, ...]
-    decide: Callable[[Tables], Finding]
-
+from lssar.experiments.rules import Claim, Finding, Missing, Tables, Verdict, grade, show
 
 FLAT = 0.05
-"""A rise of the loss that still counts as flat; the issue's own bound."""
+"""A rise of the loss that still counts as flat."""
 SAME = 0.02
 """A difference between mechanisms that counts as none at this scale."""
+LARGE_GRADIENTS = 4
+"""An unstable training has gradients (99% quantile of the norm) this many times larger than those with p = 1."""
 
 
 def table1(t: Tables) -> Finding:
     base = t.loss("table1", "softmax")
     others = {label: t.loss("table1", label) for label in ("inverse", "re-centred", "re-centred + l1")}
-    near = sum(abs(loss - base) <= SAME for loss in others.values())
+    near = sum(loss <= base + SAME for loss in others.values())
     listed = ", ".join(f"{label} {show(loss)}" for label, loss in others.items())
     return Finding(grade(near, len(others)), f"softmax {show(base)}; {listed}")
 
@@ -115,7 +55,7 @@ def flat(t: Tables) -> Finding:
         first, far = t.loss("figure1", label, 1), t.loss("figure1", label, 16)
         good += far - first <= FLAT
         parts.append(f"{label}: {show(first)} at 1x, {show(far)} at 16x")
-    with contextlib.suppress(Missing):  # beside it, for who reads; the rule does not ask for it
+    with contextlib.suppress(Missing):  # for comparison only; the rule does not use it
         parts.append(f"softmax: {show(t.loss('figure1', 'softmax', 1))} and {show(t.loss('figure1', 'softmax', 16))}")
     return Finding(grade(good, 2), "; ".join(parts))
 
@@ -156,27 +96,33 @@ def best_power(t: Tables) -> Finding:
     return Finding(verdict, f"lowest at 16x is p = {best} with {show(losses[best])}; p = 15 has {show(losses[15])}")
 
 
+def is_unstable(training: dict[str, Any], base: dict[str, Any]) -> bool:
+    """Whether a training has non-finite steps, loss spikes, or gradients far larger than those of p = 1."""
+    norm = math.inf if training["grad_norm_99"] is None else training["grad_norm_99"]
+    return bool(training["not_finite"] or training["spikes"]) or norm > LARGE_GRADIENTS * base["grad_norm_99"]
+
+
 def unstable(t: Tables) -> Finding:
-    """Large p: 15, 31, 63. A family is hurt where its loss at 1x is 0.5 above that of its p = 1, or training broke."""
-
-    def hurt(label: str, base: float) -> bool:
-        training = t.line("stability", label)["training"]
-        return t.loss("stability", label) > base + 0.5 or bool(training["not_finite"])
-
     large = [p for p in POWERS if p >= 15]
-    bad = {}
+    bad, parts = {}, []
     for family in ("softmax", "LSSAR"):
-        base = t.loss("stability", f"{family}, p = 1")
-        bad[family] = [p for p in large if hurt(f"{family}, p = {p}", base)]
-    good = (len(bad["softmax"]) == len(large)) + (not bad["LSSAR"])
-    if good and not bad["softmax"]:
-        good = 0  # that LSSAR is stable says nothing where softmax is as well
+        trainings = {p: t.line("stability", f"{family}, p = {p}")["training"] for p in (1, *large)}
+        bad[family] = [p for p in large if is_unstable(trainings[p], trainings[1])]
+        norms = ", ".join(f"{_number(training['grad_norm_99'])} (p = {p})" for p, training in trainings.items())
+        events = sum(training["spikes"] + training["not_finite"] for training in trainings.values())
+        losses = ", ".join(f"{show(t.loss('stability', f'{family}, p = {p}'))} (p = {p})" for p in trainings)
+        unsteady = f"unstable at p = {', '.join(map(str, bad[family]))}" if bad[family] else "stable"
+        parts.append(
+            f"{family} is {unsteady}: 99% gradient norm {norms}; {events} spikes or non-finite steps; {losses}"
+        )
+    verdict: Verdict = "does not hold"
+    if set(bad["softmax"]) - set(bad["LSSAR"]):
+        verdict = "holds" if bad["softmax"] == large and not bad["LSSAR"] else "holds in part"
+    return Finding(verdict, ". ".join(parts))
 
-    def listed(family: str) -> str:
-        losses = ", ".join(f"{show(t.loss('stability', f'{family}, p = {p}'))} (p = {p})" for p in (1, *large))
-        return f"{family} at 1x: {losses}"
 
-    return Finding("holds in part" if good == 1 and bad["softmax"] else grade(good, 2), "; ".join(map(listed, bad)))
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2f}"
 
 
 def after_training(t: Tables) -> Finding:
@@ -185,7 +131,7 @@ def after_training(t: Tables) -> Finding:
     good = sum(after[m] <= inside[m] + FLAT for m in after)
     return Finding(
         grade(good, 2),
-        f"put on after training: {show(after[1])} at 1x, {show(after[16])} at 16x; trained in: {show(inside[1])} and "
+        f"applied after training: {show(after[1])} at 1x, {show(after[16])} at 16x; trained in: {show(inside[1])} and "
         f"{show(inside[16])}",
     )
 
@@ -203,7 +149,7 @@ def ahead_of_controls(t: Tables) -> Finding:
 
 
 def found_more(t: Tables, pairs: tuple[tuple[str, str], ...], multiples: tuple[str, ...]) -> Finding:
-    """Comparisons of the first of a pair with the second in which its interval lies wholly above the other's."""
+    """Counts comparisons in which the interval of the first of a pair is above that of the second."""
     labels = list(dict.fromkeys(label for pair in pairs for label in pair))
     if max(t.rate(label, "1")["rate"] for label in labels) < 0.1:
         raise Missing("a model that finds one passkey in ten at its training length")
@@ -220,7 +166,7 @@ RETRIEVAL_CONTROLS = (
 
 
 def better_downstream(t: Tables) -> Finding:
-    """Only tasks on which one of the two is above chance by two standard errors say anything."""
+    """Counts only tasks on which one of the two is above chance by two standard errors."""
     ours, theirs = (t.line("downstream", label)["accuracy"] for label in ("LSSAR", "softmax"))
     tasks = [
         task
@@ -234,7 +180,7 @@ def better_downstream(t: Tables) -> Finding:
     return Finding(grade(good, len(tasks)), "; ".join(parts))
 
 
-CLAIMS: tuple[Claim, ...] = (
+PAPER_CLAIMS: tuple[Claim, ...] = (
     Claim(
         "a", "LSSAR keeps its loss to 16 times its training length", "paper, Figure 1",
         f"rise from 1x to 16x at most {FLAT}, without and with NTK; in part: one of the two", ("figure1",), flat,
@@ -250,13 +196,15 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "d", "Softmax with large p is unstable, LSSAR is not", "paper, Figure 2",
-        "for p = 15, 31 and 63 softmax's loss at 1x is more than 0.5 above that with p = 1, or steps are not finite, "
-        "and for none of them is LSSAR's; in part: some of it", ("stability",), unstable,
+        "a training is unstable if it has non-finite steps or loss spikes (more than 4 deviations above a running "
+        f"mean), or if the 99% quantile of its gradient norm is more than {LARGE_GRADIENTS} times that with p = 1; a "
+        "higher loss alone does not count. Softmax is unstable at p = 15, 31 and 63, and LSSAR at none of them; in "
+        "part: softmax is unstable at one where LSSAR is not", ("stability",), unstable,
     ),
     Claim(
-        "e", "Re-weighting can be put on after training (v2: \"fine-tuning-free\")", "paper, v2",
-        f"LSSA with p = 15 put on is within {FLAT} of LSSAR at 1x and at 16x; in part: at one of them", ("controls",),
-        after_training,
+        "e", "Re-weighting can be applied after training (v2: \"fine-tuning-free\")", "paper, v2",
+        f"LSSA with p = 15 applied after training is within {FLAT} of LSSAR at 1x and at 16x; in part: at one of them",
+        ("controls",), after_training,
     ),
     Claim(
         "f", "LSSAR is ahead of cosine softmax and of windowed softmax at equal tokens, in loss", "not in the paper",
@@ -276,7 +224,7 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "h", "Softmax need be neither positive nor sum to one", "paper, Table 1",
-        f"each variant within {SAME} of softmax at 1x; in part: some", ("table1",), table1,
+        f"each variant's loss at 1x at most {SAME} above softmax's; in part: some", ("table1",), table1,
     ),
     Claim(
         "i", "Both exp and l1 matter, exp more than l1", "paper, Table 2",
@@ -299,6 +247,9 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
+CLAIMS: tuple[Claim, ...] = (*PAPER_CLAIMS, *MIXED_CLAIMS)
+
+
 def decide(tables: dict[str, dict[str, Any]], scale: str) -> list[dict[str, Any]]:
     """Every claim with its verdict, as plain values."""
     found = []
@@ -306,7 +257,7 @@ def decide(tables: dict[str, dict[str, Any]], scale: str) -> list[dict[str, Any]
         try:
             finding = claim.decide(Tables(tables))
         except Missing as missing:
-            finding = Finding("not tested", f"not there yet: {missing}")
+            finding = Finding("not tested", f"missing: {missing}")
         command = f"lssar reproduce {' '.join(claim.experiments)} --scale {scale}"
         found.append(
             {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lssar.evaluation.length import changes_from_first, interval
 from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
 from lssar.experiments.evaluations import Benchmarks, Evaluation, Length, Retrieval
@@ -36,7 +38,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
     """The table of an experiment: a line for each row and evaluation with a finished arm, and the missing arms."""
     lines: list[dict[str, Any]] = []
     missing: list[str] = []
-    for row in experiment.rows:
+    for row in experiment.rows_at(scale):
         keys = [scale.arm(row, seed).key for seed in range(min(row.seeds, scale.most_seeds))]
         missing += [key for key in keys if key not in arms]
         there = [arms[key] for key in keys if key in arms]
@@ -52,13 +54,31 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             **about,
             "scale": scale.name,
             "command": f"lssar reproduce {experiment.name} --scale {scale.name}",
-            "train_length": scale.base.length,
+            "train_length": used[0]["recipe"]["length"] if used else scale.base.length,
+            "about": setting_of(used),
             "at": list(experiment.at),
             "machines": machines([run for arm in used for run in (arm, *arm["earlier"])]),
             "rows": lines,
             "missing": list(dict.fromkeys(missing)),
         }
     )
+
+
+def setting_of(arms: list[dict[str, Any]]) -> str:
+    """Model, data, training length, tokens and seeds of the arms, in one line."""
+
+    def each(values: Iterable[Any]) -> str:
+        return ", ".join(dict.fromkeys(map(str, values)))
+
+    sizes = each(arm["recipe"]["size"] for arm in arms)
+    tokens = each(f"{arm['training']['tokens'] / 1e6:.3g}M" for arm in arms)
+    seeds = sorted({arm["recipe"]["seed"] for arm in arms})
+    words = [
+        f"{sizes} parameters", f"data {each(arm['data']['name'] for arm in arms)}",
+        f"trained at length {each(arm['recipe']['length'] for arm in arms)} on {tokens} tokens",
+        f"seed{'s' * (len(seeds) > 1)} {each(seeds)}{' where there is a band' * (len(seeds) > 1)}",
+    ]  # fmt: skip
+    return "; ".join(words)
 
 
 def machines(arms: list[dict[str, Any]]) -> list[str]:
@@ -83,7 +103,8 @@ def _line(
         "label": row.label,
         "attention": row.attention,
         "position": row.position,
-        "p": row.spec().p,
+        "layout": row.layout,
+        "p": _final_power(scale, row),
         "evaluation": evaluation.key,
         "main": evaluation == row.evaluation,
         "arms": [arm["arm"] for arm in arms],
@@ -95,8 +116,9 @@ def _line(
         line["loss"] = _by_multiple(results, "by_length", "length", base)
         line["last"] = _by_multiple(results, "last", "context", base)
         line["last_tokens"] = results[0]["last"][0]["tokens"]
+        line["change"] = _changes(results, base)
     elif isinstance(evaluation, Retrieval):
-        line["rate"] = _rates(results)
+        line["rate"] = _rates(results) if evaluation.questions is None else _rates_over_seeds(results)
         line["earlier"] = [
             {"commit": short(before["environment"]["commit"]), "rate": _rates([before["evaluations"][evaluation.key]])}
             for arm in arms for before in arm["earlier"] if evaluation.key in before["evaluations"]
@@ -113,6 +135,11 @@ def _line(
     return line
 
 
+def _final_power(scale: Scale, row: Row) -> float | None:
+    powers = [s.p for layer in scale.recipe(row, 0).model().layer_configs for s in layer.specs if s.p is not None]
+    return max(powers, default=None)
+
+
 def _by_multiple(results: list[dict[str, Any]], curve: str, x: str, base: int) -> dict[str, Any]:
     """{multiple: mean, deviation over seeds, seeds}; a seed that diverged makes the mean null."""
     points: dict[str, Any] = {}
@@ -120,7 +147,7 @@ def _by_multiple(results: list[dict[str, Any]], curve: str, x: str, base: int) -
         values = [result[curve][index]["loss"] for result in results]
         whole = [value for value in values if value is not None]
         summary = mean_and_deviation(whole) if len(whole) == len(values) else {"mean": None, "seeds": len(values)}
-        points[str(point[x] // base)] = summary
+        points[str(point[x] // base)] = summary | {"by_seed": values}
     return points
 
 
@@ -131,6 +158,30 @@ def _rates(results: list[dict[str, Any]]) -> dict[str, Any]:
         counts = [result["rows"][index]["greedy"] for result in results]
         rates[row["multiple"]] = wilson(sum(c["right"] for c in counts), sum(c["of"] for c in counts))
     return rates
+
+
+def _rates_over_seeds(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """{multiple: mean rate over seeds and its range; the 95% interval where there is one seed}."""
+    rates: dict[str, Any] = {}
+    for index, row in enumerate(results[0]["rows"]):
+        found = [result["rows"][index]["greedy"] for result in results]
+        by_seed = [each["rate"] for each in found]
+        low, high = (min(by_seed), max(by_seed)) if len(found) > 1 else (found[0]["low"], found[0]["high"])
+        rates[row["multiple"]] = {
+            "rate": statistics.fmean(by_seed), "low": low, "high": high, "by_seed": by_seed,
+            "of": sum(each["of"] for each in found), "contexts": sum(each["contexts"] for each in found),
+        }  # fmt: skip
+    return rates
+
+
+def _changes(results: list[dict[str, Any]], base: int) -> dict[str, Any] | None:
+    """{multiple: change of the loss from 1x and its 95% interval, paired over pieces of text}, all seeds together."""
+    curves = [changes_from_first(result["by_length"]) for result in results]
+    points = results[0]["by_length"]
+    if any(curve is None for curve in curves):
+        return None
+    pooled = [[change for curve in curves for change in (curve or [])[i]] for i in range(len(points))]
+    return {str(point["length"] // base): interval(each) for point, each in zip(points, pooled)}
 
 
 def _accuracies(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -192,7 +243,7 @@ def rates_markdown(table: dict[str, Any], task: str) -> str:
     for row in table["rows"]:
         if row["evaluation"].startswith(task):
             rows.append(row)
-            for before in row["earlier"]:
+            for before in row.get("earlier", []):
                 rows.append({"label": f"{row['label']}, trained at {before['commit']}", "rate": before["rate"]})
     at = list(dict.fromkeys(m for row in rows for m in row["rate"]))
     columns = [Column("", [row["label"] for row in rows])]
@@ -259,6 +310,8 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
         return [("Training, and rows lost at the longest evaluated length", stability_markdown(table))]
     if table["experiment"] == "downstream":
         return [("Accuracy, with one standard error over questions", accuracy_markdown(table))]
+    if table["experiment"] == "mixed":
+        return _far_sections(table)
     if table["experiment"] == "passkey":
         tasks = dict.fromkeys(row["evaluation"].split("-")[0] for row in table["rows"] if row["rate"])
         caption = "share of correct answers (95% interval), by context length as a multiple of the training length"
@@ -271,6 +324,41 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
         tokens = table["rows"][0]["last_tokens"]
         shown.append((f"Loss of the same last {tokens} tokens, given this much context", markdown(table, curve="last")))
     return shown
+
+
+FAR_TASKS = {
+    "passkey": "Passkeys, one to a context",
+    "needles": "Needles in real text, several to a context",
+    "recall": "Recall of pairs, sixteen to a context",
+}
+
+
+def _far_sections(table: dict[str, Any]) -> list[tuple[str, str]]:
+    """Tables of the experiment `mixed`."""
+    shown = [
+        ("Held-out loss (nats per token), by length as a multiple of the training length", markdown(table)),
+        ("Change of the loss from 1x on the same text, with its 95% interval over pieces of text", _change(table)),
+    ]
+    tokens = table["rows"][0]["last_tokens"]
+    shown.append((f"Loss of the same last {tokens} tokens, given this much context", markdown(table, curve="last")))
+    for task, words in FAR_TASKS.items():
+        if any(row.get("rate") for row in table["rows"] if row["evaluation"].startswith(task)):
+            caption = (
+                f"{words}: share of correct answers; in brackets the range over seeds, for one seed the 95% interval"
+            )
+            shown.append((caption, rates_markdown(table, task)))
+    return shown
+
+
+def _change(table: dict[str, Any]) -> str:
+    rows = [row for row in table["rows"] if row["main"] and row.get("change")]
+    at = [m for m in dict.fromkeys(m for row in rows for m in row["change"]) if m != "1"]
+    columns = [Column("", [row["label"] for row in rows])]
+    for m in at:
+        found = [row["change"].get(m) for row in rows]
+        cells = [f"{c['loss']:+.3f} ± {(c['high'] - c['low']) / 2:.3f}" if c else "-" for c in found]
+        columns.append(Column(f"{m}x", cells))
+    return text_table(columns)
 
 
 def write(experiment: Experiment, scale: Scale, picture: bool = True) -> tuple[dict[str, Any], list[Path]]:

@@ -19,9 +19,16 @@ from lssar.data.stream import TokenStream
 from lssar.data.tasks import TaskMaker, background_of
 from lssar.evaluation.benchmarks import evaluate_benchmark, find_file, read_documents
 from lssar.evaluation.length import evaluate_length, held_out_documents, held_out_shards, pieces_of
+from lssar.evaluation.long import (
+    far_multiples,
+    joined_pieces,
+    retrieval_multiples,
+    retrieval_settings,
+    shortest_context,
+)
 from lssar.evaluation.overflow import DTYPES, model_overflow
 from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
-from lssar.model import GPT
+from lssar.model import GPT, PREFILL_CHUNK
 from lssar.training.recipes import Recipe
 from lssar.training.sources import tokenizer_of
 
@@ -39,6 +46,12 @@ class HeldOut:
     """Folder of benchmark files."""
     bench_documents: int | None = None
     """At most this many documents of each benchmark; None: all."""
+    farthest: int = 64
+    """Largest multiple of the training length for evaluations to the farthest length of the scale."""
+    far_tokens: int = 131_072
+    """Tokens of an evaluation of loss to the farthest length."""
+    most_questions: int | None = None
+    """At most about so many questions in a cell."""
 
     def pieces(self, length: int) -> list[Tensor]:
         """About `tokens` in pieces of `length`, spread over as many documents as there are."""
@@ -47,10 +60,28 @@ class HeldOut:
         each = -(-most // len(documents))
         return pieces_of([document[: each * length + 1] for document in documents], length, most)
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a forward pass over a long context: on a GPU the whole context, which is fastest there."""
+        return FAR_CHUNK if self.device == "cuda" else PREFILL_CHUNK
+
+    @property
+    def batch_tokens(self) -> int:
+        return 262_144 if self.device == "cuda" else 16_384
+
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None: the dtype of the weights."""
         return torch.bfloat16 if self.device == "cuda" and self.recipe.dtype == "bfloat16" else None
+
+
+FAR_CHUNK = 2**20
+"""Tokens of a forward pass on a GPU: more than any context has."""
+
+
+def far_word(multiple: float | None) -> str:
+    """In the key of an evaluation: its largest multiple, or that it goes as far as the scale does."""
+    return "far" if multiple is None else f"{multiple:g}x"
 
 
 class Evaluation(Protocol):
@@ -92,7 +123,8 @@ def reweighted(model: GPT, p: float | None) -> Iterator[None]:
 class Length(_Always):
     """Loss at 1x, 2x, 4x ... the training length, and the other two curves of `lssar eval length`."""
 
-    to: int = 16
+    to: int | None = 16
+    """Largest multiple; None: the farthest of the scale, in factors of 4, on held-out documents that are joined."""
     ntk: Literal["off", "length"] = "off"
     windowed: bool = False
     """With a sliding window of the training length."""
@@ -102,19 +134,24 @@ class Length(_Always):
     @property
     def key(self) -> str:
         extras = [("ntk", self.ntk != "off"), ("window", self.windowed), (f"posthoc-p{self.p or 0:g}", bool(self.p))]
-        return "-".join([f"length-{self.to}x", *(word for word, on in extras if on)])
+        return "-".join([f"length-{far_word(self.to)}", *(word for word, on in extras if on)])
 
-    @property
-    def multiples(self) -> list[int]:
-        return [2**i for i in range(self.to.bit_length())]
+    def multiples(self, farthest: int) -> list[int]:
+        return far_multiples(farthest) if self.to is None else [2**i for i in range(self.to.bit_length())]
 
     def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
-        base = held_out.recipe.length
-        window = base if self.windowed else None
+        base, multiples = held_out.recipe.length, self.multiples(held_out.farthest)
+        longest = max(multiples) * base
+        pieces = (
+            joined_pieces(held_out.folder, longest, held_out.far_tokens)
+            if self.to is None
+            else held_out.pieces(longest)
+        )
         with reweighted(model, self.p):
             return evaluate_length(
-                model, held_out.pieces(self.to * base), [m * base for m in self.multiples], self.ntk, window,
-                dtype=held_out.dtype,
+                model, pieces, [m * base for m in multiples], self.ntk, base if self.windowed else None,
+                batch_tokens=held_out.batch_tokens if self.to is None else 16_384, dtype=held_out.dtype,
+                chunk=held_out.chunk,
             )  # fmt: skip
 
 
@@ -125,32 +162,43 @@ class Retrieval(_Always):
     task: str = "passkey"
     ntk: Literal["off", "length"] = "off"
     windowed: bool = False
-    multiples: tuple[float, ...] = (1, 1.5, 2, 4, 8, 16)
+    multiples: tuple[float, ...] | None = (1, 1.5, 2, 4, 8, 16)
+    """Of the training length; None: 1, 4, 16, 64 and the farthest of the scale, where the scale has them."""
+    questions: int | None = None
+    """At least so many questions at each length; None: as many as the tokens of the scale allow."""
 
     @property
     def key(self) -> str:
-        extras = [("ntk", self.ntk != "off"), ("window", self.windowed)]
-        return "-".join([self.task, f"{max(self.multiples):g}x", *(word for word, on in extras if on)])
+        extras = [(f"q{self.questions}", self.questions), ("ntk", self.ntk != "off"), ("window", self.windowed)]
+        farthest = far_word(None if self.multiples is None else max(self.multiples))
+        return "-".join([self.task, farthest, *(word for word, on in extras if on)])
 
     def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         if held_out.recipe.retrieval_share and self.task not in held_out.recipe.retrieval_tasks:
             return {"task": self.task, "rows": []}  # the model was not trained on this task
-        base, folder = held_out.recipe.length, held_out.folder
-        tokenizer = tokenizer_of(folder, held_out.recipe.vocab_size)
-        maker = TaskMaker(tokenizer, background_of(TokenStream(held_out_shards(folder)), tokenizer.eot))
-        batch_tokens = 524_288 if held_out.device == "cuda" else 16_384
+        base = held_out.recipe.length
+        tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
+        maker = TaskMaker(tokenizer, background_of(TokenStream(held_out_shards(held_out.folder)), tokenizer.eot))
         rows = []
-        for multiple in self.multiples:
+        multiples = self.multiples or retrieval_multiples(held_out.farthest)
+        for multiple in multiples:
             length = int(multiple * base)
-            if length < maker.shortest(self.task):
+            needed = maker.shortest(self.task) if self.questions is None else shortest_context(maker, self.task, base)
+            if length < needed:
                 continue  # the task does not fit, as some do not in short contexts of bytes
-            samples = min(16, max(4, held_out.tokens // (length * len(DEPTHS))))
             found = evaluate_retrieval(
-                model, maker, self.task, length, samples=samples, ntk=self.ntk,
-                window=base if self.windowed else None, batch_tokens=batch_tokens, dtype=held_out.dtype,
+                model, maker, self.task, length, **self._size(maker, length, held_out), ntk=self.ntk,
+                window=base if self.windowed else None, batch_tokens=2 * held_out.batch_tokens, dtype=held_out.dtype,
             )  # fmt: skip
             rows.append({"multiple": f"{multiple:g}", **found})
         return {"task": self.task, "rows": rows}
+
+    def _size(self, maker: TaskMaker, length: int, held_out: HeldOut) -> dict[str, Any]:
+        """How many contexts, and where in them the answers are."""
+        if self.questions is None:
+            return {"samples": min(16, max(4, held_out.tokens // (length * len(DEPTHS))))}
+        questions = min(self.questions, held_out.most_questions or self.questions)
+        return retrieval_settings(maker, self.task, held_out.recipe.length, questions) | {"chunk": held_out.chunk}
 
 
 @dataclass(frozen=True)
@@ -191,9 +239,10 @@ class Benchmarks:
     def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
         tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
         length = max(512, held_out.recipe.length)  # questions in bytes need more than the smoke scale's length
-        batch_tokens = 262_144 if held_out.device == "cuda" else 16_384
         found = {}
         for task in self.tasks:
             documents = read_documents(task, held_out.bench or Path("data/bench"), held_out.bench_documents)
-            found[task] = evaluate_benchmark(model, tokenizer, task, documents, length, batch_tokens, held_out.dtype)
+            found[task] = evaluate_benchmark(
+                model, tokenizer, task, documents, length, held_out.batch_tokens, held_out.dtype
+            )
         return {"tasks": found}

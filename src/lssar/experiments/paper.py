@@ -133,7 +133,9 @@ STABILITY = Experiment(
 
 def _retrieval(label: str, attention: str, **how: Any) -> Row:
     also = tuple(Retrieval(task=task, **how) for task in ("needles", "recall"))
-    return Row(label=label, attention=attention, mixture=True, evaluation=Retrieval(**how), also=also, paper=label)
+    return Row(
+        label=label, attention=attention, setting="retrieval", evaluation=Retrieval(**how), also=also, paper=label
+    )
 
 
 PASSKEY = Experiment(

@@ -1,15 +1,16 @@
-"""docs/results.md from the arms' JSON: our tables beside the paper's, and a verdict on every claim."""
+"""docs/results.md and docs/results-mixed.md from the JSON files of the arms: tables, figures, verdicts on claims."""
 
 from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lssar.experiments import EXPERIMENTS, collect
 from lssar.experiments.arms import SCALES, Scale
-from lssar.experiments.claims import decide
+from lssar.experiments.claims import CLAIMS, decide
 from lssar.records import write_file, write_json
 from lssar.tables import markdown_table
 from lssar.training.sources import STDLIB
@@ -18,9 +19,26 @@ HEAD = """# Results{at}
 
 <!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
 
-What the paper says, and what came out when it was run again here, at a smaller scale and beside controls that the paper
-does not have. Every number below is in the JSON files under `{results}`, one for each trained arm, with its recipe,
-seed, data, machine, versions and commit. [reproduce.md](reproduce.md) says how to run it.
+The claims of the paper, tested at a smaller scale and beside controls that the paper does not have. Every number below
+is in the JSON files under `{results}`, one for each trained arm, with its recipe, seed, data, machine, versions and
+commit. [reproduce.md](reproduce.md) says how to run the experiments.
+
+"""
+
+
+MIXED_HEAD = """# Results of mixed layouts{at}
+
+<!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
+
+Models with local layers (softmax, rotary positions, a window of {window} tokens) and global layers without positions,
+trained at {length} tokens and evaluated to {farthest} times that length. Every number below is in the JSON files under
+`{results}`, one for each trained arm, with its recipe, seed, data, machine, versions and commit. The rules below were
+written before the runs.
+
+Loss: held-out documents joined one after the other, cut into pieces of {longest:,} {units}; every length sees the same
+tokens, and a document boundary can only make more context harder to use. Retrieval: a passkey has a context of its own;
+up to 8 needles share one, and 16 pairs to recall; intervals count contexts as clusters. A cell in which the first 32
+answers are all wrong stops there.
 
 """
 
@@ -30,8 +48,8 @@ MAIN = "h200"
 BESIDE = "laptop"
 
 
-def usual_page(scale: Scale) -> Path:
-    return Path("docs/results.md" if scale.name == MAIN else f"docs/results-{scale.name}.md")
+def usual_page(scale: Scale, page: str = "results") -> Path:
+    return Path(f"docs/{page}.md" if scale.name == MAIN else f"docs/{page}-{scale.name}.md")
 
 
 def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
@@ -39,27 +57,57 @@ def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
     return {name: collect.collect(experiment, scale, arms) for name, experiment in EXPERIMENTS.items()}
 
 
+def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
+    """The page of the experiment `mixed`."""
+    r = scale.base.replace(**scale.settings["long"])
+    units = "bytes" if scale.data == STDLIB else "tokens"
+    text = MIXED_HEAD.format(
+        results=scale.results, at="" if scale.name == MAIN else f" at {scale.name} scale", window=scale.window,
+        length=r.length, farthest=scale.farthest, longest=r.length * scale.farthest, units=units,
+    )  # fmt: skip
+    text += (
+        f"Scale `{scale.name}`: {r.size} on {scale.data}, {r.steps:,} steps of {r.batch_tokens:,} {units} "
+        f"({r.steps * r.batch_tokens:,} in all), {r.retrieval_share:.0%} of the windows retrieval "
+        f"({', '.join(r.retrieval_tasks)}).\n\n"
+    )
+    text += claims_section(claims, {})
+    return text + "\n" + section(tables["mixed"], _picture(scale, "mixed", folder))
+
+
 def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
     """The whole page; `folder` is where it will lie, for links."""
     r = scale.base
     units = "bytes" if scale.data == STDLIB else "tokens"
     text = HEAD.format(results=scale.results, at="" if scale.name == MAIN else f" at {scale.name} scale")
+    of_passkey = scale.settings["retrieval"].get("steps", r.steps) * r.batch_tokens
     text += (
         f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
         f"{units} ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
-        f"`passkey`, which have {scale.mixture.get('steps', r.steps) * r.batch_tokens:,}). The paper's columns are "
+        f"`passkey`, which have {of_passkey:,}). The paper's columns are "
         "its own: 124M on FineWeb-10B. Compare losses within a table: evaluations to 16x and to 64x use different "
         "pieces of the held-out text, and the held-out loss during training uses others again.\n\n"
     )
     text += f"{scale.remark}\n\n" if scale.remark else ""
-    text += "## Claims\n\n"
-    beside = _verdicts_beside(scale)
+    beside, about = _verdicts_beside(scale), ""
     if beside:
         where = os.path.relpath(usual_page(SCALES[BESIDE]), folder)
-        text += (
+        about = (
             f"In brackets the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): a model of "
             f"{SCALES[BESIDE].base.size} parameters on bytes, which says less, but which anybody can run.\n\n"
         )
+    text += claims_section(claims, beside, about)
+    for name, experiment in EXPERIMENTS.items():
+        if experiment.page != "results":
+            continue
+        text += "\n" + section(tables[name], _picture(scale, name, folder))
+        if experiment.measure is not None and (scale.results / f"{name}.json").exists():
+            text += "\n" + collect.measured_markdown(scale.results / f"{name}.json")
+    return text
+
+
+def claims_section(claims: list[dict[str, Any]], beside: dict[str, str], about: str = "") -> str:
+    """The table of claims with their verdicts, and the rules; `beside` has the verdicts at another scale."""
+    text = f"## Claims\n\n{about}"
     rows = []
     for c in claims:
         verdict = f"**{c['verdict']}**" + (f" ({beside[c['claim']]})" if c["claim"] in beside else "")
@@ -67,10 +115,6 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
     text += markdown_table(["", "claim", "verdict", "evidence", "command"], rows)
     text += "\nThe rules that decide, applied by `src/lssar/experiments/claims.py`:\n\n"
     text += "".join(f"- {c['claim']}: {c['rule']}.\n" for c in claims)
-    for name, experiment in EXPERIMENTS.items():
-        text += "\n" + section(tables[name], _picture(scale, name, folder))
-        if experiment.measure is not None and (scale.results / f"{name}.json").exists():
-            text += "\n" + collect.measured_markdown(scale.results / f"{name}.json")
     return text
 
 
@@ -91,9 +135,9 @@ def section(table: dict[str, Any], picture: str | None) -> str:
         text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
     if any(row.get("earlier") for row in table["rows"]):
         text += (
-            "\nA row `trained at` a commit is another training of the same arm: the same seed, by code or on a "
-            "machine that rounds otherwise. What it differs by is noise of training, which the intervals, over "
-            "questions alone, do not hold.\n"
+            "\nA row `trained at` a commit is another training of the same arm: the same seed, with code or on a "
+            "machine that rounds differently. The difference is noise of training, which the intervals, over "
+            "questions only, do not include.\n"
         )
     if picture is not None and parts:
         text += f"\n![{table['title']}]({picture})\n"
@@ -113,17 +157,35 @@ def _picture(scale: Scale, name: str, folder: Path) -> str | None:
     return os.path.relpath(scale.tables / f"{name}.png", folder)
 
 
+def _claims_of(page: str, claims: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    own = {claim.name for claim in CLAIMS if claim.page == page}
+    return [c for c in claims if c["claim"] in own]
+
+
+def pages(scale: Scale, path: Path, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]]) -> dict[Path, str]:
+    """The pages of a scale; that of `mixed` is beside the main one, once there are results."""
+    found = {path: page(scale, tables, _claims_of("results", claims), path.parent)}
+    if tables["mixed"]["rows"]:
+        beside = path.with_name(usual_page(scale, "results-mixed").name)
+        found[beside] = mixed_page(scale, tables, _claims_of("results-mixed", claims), path.parent)
+    return found
+
+
 def write(scale: Scale, path: Path, pictures: bool = True) -> list[Path]:
-    """Tables and figures of all experiments, the claims, and the page."""
+    """Tables and figures of all experiments, the claims, and the pages."""
     files: list[Path] = []
     for experiment in EXPERIMENTS.values():
         files += collect.write(experiment, scale, pictures)[1]
     tables = tables_of(scale)
     claims = decide(tables, scale.name)
     files.append(write_json(scale.tables / "claims.json", claims, overwrite=True))
-    text = page(scale, tables, claims, path.parent)
-    files.append(write_file(path, lambda p: p.write_text(text), overwrite=True))
+    for place, text in pages(scale, path, tables, claims).items():
+        files.append(write_file(place, partial(_write_text, text), overwrite=True))
     return files
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text)
 
 
 def stale(scale: Scale, path: Path) -> list[str]:
@@ -134,6 +196,7 @@ def stale(scale: Scale, path: Path) -> list[str]:
     wanted: dict[Path, Any] = {folder / f"{name}.json": table for name, table in tables.items() if table["rows"]}
     wanted[folder / "claims.json"] = claims
     found = [str(p) for p, value in wanted.items() if not p.exists() or json.loads(p.read_text()) != value]
-    if not path.exists() or path.read_text() != page(scale, tables, claims, path.parent):
-        found.append(str(path))
+    for place, text in pages(scale, path, tables, claims).items():
+        if not place.exists() or place.read_text() != text:
+            found.append(str(place))
     return found

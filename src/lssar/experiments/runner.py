@@ -123,6 +123,8 @@ def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Sa
     queue.scale.runs.mkdir(parents=True, exist_ok=True)
     if workers == 1:
         return _work(queue, watch, say)
+    # Workers compile while others train: together they should not start more compilers than there are cores.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     context = multiprocessing.get_context("spawn")
     failures: Any = context.Queue()
     threads = max(1, torch.get_num_threads() // workers)
@@ -200,10 +202,11 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
 def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
     """Seconds that another seed of the arm took on a machine of the same kind, if one is recorded."""
     kind = lambda e: e.get("gpu") or e["cpu"]  # noqa: E731
+    same = lambda content: {key: value for key, value in content.items() if key != "seed"}  # noqa: E731
     here, found = kind(environment()), []
     for path in queue.scale.results.glob(f"{arm.name}-seed*.json"):
         result = load_result(path)
-        if kind(result["environment"]) == here:
+        if kind(result["environment"]) == here and same(result["content"]) == same(arm.content):
             training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
             found.append(training + sum(made["seconds"] for made in result["evaluations"].values()))
     return max(found, default=None)
@@ -261,7 +264,10 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, recipe, step = load_run(run, device)
     scale = queue.scale
-    held_out = HeldOut(queue.data, recipe, scale.eval_tokens, device, queue.bench, scale.bench_documents)
+    held_out = HeldOut(
+        queue.data, recipe, scale.eval_tokens, device, queue.bench, scale.bench_documents, scale.farthest,
+        scale.far_tokens, scale.most_questions,
+    )  # fmt: skip
     started = json.loads((run / "config.json").read_text())["environment"]
     result = {
         "arm": arm.key,

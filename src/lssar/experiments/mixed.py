@@ -1,0 +1,78 @@
+"""The experiment `mixed`: local layers with rotary positions and a window, global layers without positions.
+
+Trained at a short length (512 tokens at scale h200), evaluated to 512 times of it: loss by length on held-out documents
+that are joined, passkeys, needles in real text, and recall. Rows of rank 0 decide the claims m1 to m5 (`claims.py`)
+with three seeds; rows of rank 1 explain them with one: other mechanisms in the global layers, other powers and
+schedules, windows, patterns and positions.
+
+What the questions of a cell share: a passkey has a context of its own; up to 8 needles and 16 pairs to recall share a
+context, and the intervals count contexts as clusters (`lssar.evaluation.retrieval`). Every arm gets the same contexts
+and the same pieces of text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lssar.experiments.arms import Experiment, Row
+from lssar.experiments.evaluations import Length, Retrieval
+
+DECIDING, EXPLAINING = 100, 40
+"""Questions of a cell, for rows that decide a claim and for rows that explain one. An evaluation of 100 passkeys at 512
+times the training length takes as long as a third of the training."""
+
+ANNEALED = "3:0.4,7:0.7,15"
+MIXED = "mixed@{window}"
+
+
+def _row(label: str, attention: str, layout: str = MIXED, *, seeds: int = 1, **changes: Any) -> Row:
+    questions = DECIDING if seeds > 1 else EXPLAINING
+    also = tuple(Retrieval(task=task, multiples=None, questions=questions) for task in ("passkey", "needles", "recall"))
+    return Row(
+        label=label, attention=attention, layout=layout, setting="long", seeds=seeds, rank=int(seeds == 1),
+        evaluation=Length(to=None), also=also, **changes,
+    )  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    name="mixed",
+    title="Mixed layouts: train short, evaluate to 512 times the length",
+    question=(
+        "Do local layers with global layers between them keep the loss and find what is far back, and which mechanism "
+        "is best in the global layers?"
+    ),
+    draw="far",
+    page="results-mixed",
+    at=(1, 4, 16, 64, 256, 512),
+    rows=(
+        # What decides: three seeds.
+        _row("uniform softmax", "softmax", "uniform", seeds=3),
+        _row("mixed, LSSA + LSSAR annealed", "lssa+lssar", p_schedule=ANNEALED, seeds=3),
+        _row("mixed, LSSAR annealed", "lssar", p_schedule=ANNEALED, seeds=3),
+        _row("mixed, cosine softmax", "cosine_softmax", seeds=3),
+        _row("mixed, SSMax", "ssmax", seeds=3),
+        # Other mechanisms in the global layers, and a power that is high from the start.
+        _row("mixed, LSSAR, p = 15 fixed", "lssar"),
+        _row("mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31"),
+        _row("mixed, softmax", "softmax"),
+        _row("mixed, LSSA", "lssa"),
+        # Without the layout.
+        _row("uniform LSSAR, p = 15 (the paper)", "lssar", "uniform"),
+        _row("uniform LSSAR annealed", "lssar", "uniform", p_schedule=ANNEALED),
+        _row("uniform cosine softmax", "cosine_softmax", "uniform"),
+        _row("uniform softmax, ALiBi", "softmax", "uniform", position="alibi"),
+        _row("window in all layers", "softmax", "attention@{window}"),
+        # Parts of the layout, with LSSA + LSSAR annealed.
+        _row("rotary in the global layer", "lssa+lssar", "softmax@{window}*3 attention", p_schedule=ANNEALED),
+        _row("half the window", "lssa+lssar", "mixed@{half}", p_schedule=ANNEALED),
+        _row("twice the window", "lssa+lssar", "mixed@{double}", p_schedule=ANNEALED),
+        _row("1 local : 1 global", "lssa+lssar", "mixed@{window}*1", p_schedule=ANNEALED),
+        _row(
+            "7 local : 1 global", "lssa+lssar", "mixed@{window}*7", p_schedule=ANNEALED, scales=("h200",)
+        ),
+        # The power and its schedule, in LSSAR.
+        _row("mixed, LSSAR, continuous 3 to 15", "lssar", p_schedule="3..15:0.8"),
+        _row("mixed, LSSAR annealed to 9", "lssar", p_schedule="3:0.4,5:0.7,9"),
+        _row("mixed, LSSAR annealed to 63", "lssar", p_schedule="3:0.25,7:0.45,15:0.65,31:0.85,63"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,187 @@
+"""Claims about mixed layouts and their rules, written before the runs.
+
+Every comparison is one of means over seeds: a difference counts if it exceeds twice its standard error. Rows with one
+seed get the deviation that the rows with several seeds have on average (pooled variance).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+from lssar.experiments.rules import Claim, Finding, Missing, Tables, Verdict, grade
+
+UNIFORM = "uniform softmax"
+LSSAR, DIVIDED = "mixed, LSSAR annealed", "mixed, LSSA + LSSAR annealed"
+COSINE, SSMAX = "mixed, cosine softmax", "mixed, SSMax"
+FIXED = "mixed, LSSAR, p = 15 fixed"
+MIXED = (DIVIDED, LSSAR, COSINE, SSMAX)
+"""The mixed rows with three seeds."""
+PASSKEY, NEEDLES = 0.95, 0.9
+"""Rates that count as found."""
+
+Values = list[float]
+
+
+class Mixed:
+    """Losses and rates of the experiment `mixed`, by seed."""
+
+    def __init__(self, t: Tables) -> None:
+        self.t = t
+        self.rows = list(t.tables.get("mixed", {}).get("rows", []))
+        mains = [row for row in self.rows if row["main"]]
+        if not mains:
+            raise Missing("mixed")
+        multiples = [int(multiple) for multiple in mains[0]["loss"]]
+        self.far = [multiple for multiple in multiples if multiple in (64, 512)] or [max(multiples)]
+        """The multiples that decide: 64 and 512 where the scale has them."""
+
+    def loss(self, label: str, multiple: int) -> Values:
+        point = self.t.line("mixed", label)["loss"].get(str(multiple))
+        if point is None:
+            raise Missing(f"mixed: {label} at {multiple}x")
+        return [math.inf if value is None else value for value in point["by_seed"]]
+
+    def rate(self, task: str, label: str, multiple: int) -> Values:
+        for row in self.rows:
+            if row["label"] == label and row["evaluation"].startswith(task) and str(multiple) in row["rate"]:
+                return row["rate"][str(multiple)]["by_seed"]
+        raise Missing(f"mixed: {task}, {label} at {multiple}x")
+
+    def noise(self, curve: str, multiple: int, task: str = "") -> float:
+        """Pooled deviation over seeds of the rows that have several."""
+        found = []
+        for row in self.rows:
+            if (row["main"] if curve == "loss" else row["evaluation"].startswith(task)) and row.get(curve):
+                values = row[curve].get(str(multiple), {}).get("by_seed", [])
+                if len(values) > 1 and None not in values:
+                    found.append(statistics.variance(values))
+        return math.sqrt(statistics.fmean(found)) if found else 0.0
+
+    def compare(self, ours: Values, theirs: Values, noise: float) -> int:
+        """1 if ours is higher by more than twice the standard error of the difference, -1 if lower, else 0."""
+        if math.inf in ours or math.inf in theirs:
+            return (math.inf in ours) - (math.inf in theirs)
+        difference = statistics.fmean(ours) - statistics.fmean(theirs)
+        error = math.sqrt(sum((_deviation(values) or noise) ** 2 / len(values) for values in (ours, theirs)))
+        return 0 if abs(difference) <= 2 * error else 1 if difference > 0 else -1
+
+    def lower_loss(self, ours: str, theirs: str, multiple: int) -> int:
+        return -self.compare(self.loss(ours, multiple), self.loss(theirs, multiple), self.noise("loss", multiple))
+
+    def found_more(self, task: str, ours: str, theirs: str, multiple: int) -> int:
+        noise = self.noise("rate", multiple, task)
+        return self.compare(self.rate(task, ours, multiple), self.rate(task, theirs, multiple), noise)
+
+
+def _deviation(values: Values) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _mean(values: Values, digits: int = 3) -> str:
+    return "diverged" if math.inf in values else f"{statistics.fmean(values):.{digits}f}"
+
+
+def lower_at_1x(t: Tables) -> Finding:
+    m = Mixed(t)
+    good = sum(m.lower_loss(label, UNIFORM, 1) > 0 for label in MIXED)
+    parts = [f"{label} {_mean(m.loss(label, 1))}" for label in (UNIFORM, *MIXED)]
+    return Finding(grade(good, len(MIXED)), "at 1x: " + "; ".join(parts))
+
+
+def not_above_1x(t: Tables) -> Finding:
+    m = Mixed(t)
+    good, parts = 0, []
+    for label in MIXED:
+        first = m.loss(label, 1)
+        changes = {far: [b - a for a, b in zip(first, m.loss(label, far))] for far in m.far}
+        good += all(statistics.fmean(values) <= 0 for values in changes.values())
+        parts.append(f"{label} " + ", ".join(f"{statistics.fmean(v):+.3f} at {far}x" for far, v in changes.items()))
+    return Finding(grade(good, len(MIXED)), "change from 1x: " + "; ".join(parts))
+
+
+def found_far_back(t: Tables) -> Finding:
+    m = Mixed(t)
+    verdict: Verdict = "does not hold"
+    parts = []
+    for label in MIXED:
+        rates = {(task, far): m.rate(task, label, far) for task in ("passkey", "needles") for far in m.far}
+        least = {"passkey": PASSKEY, "needles": NEEDLES}
+        if all(min(values) >= least[task] for (task, _), values in rates.items()):
+            verdict = "holds"
+        elif verdict != "holds" and all(statistics.fmean(v) >= least[task] for (task, _), v in rates.items()):
+            verdict = "holds in part"
+        parts.append(f"{label}: " + ", ".join(f"{task} {_mean(v, 2)} at {far}x" for (task, far), v in rates.items()))
+    return Finding(verdict, "; ".join(parts))
+
+
+def annealing_helps(t: Tables) -> Finding:
+    m = Mixed(t)
+    outcomes = [m.lower_loss(LSSAR, FIXED, 1)]
+    parts = [f"loss at 1x {_mean(m.loss(LSSAR, 1))} against {_mean(m.loss(FIXED, 1))}"]
+    for far in m.far:
+        outcomes.append(m.found_more("needles", LSSAR, FIXED, far))
+        rates = [_mean(m.rate("needles", label, far), 2) for label in (LSSAR, FIXED)]
+        parts.append(f"needles at {far}x {rates[0]} against {rates[1]}")
+    verdict = grade(sum(outcome > 0 for outcome in outcomes), len(outcomes))
+    return Finding(verdict, "annealed against fixed: " + "; ".join(parts))
+
+
+def ahead_in_global_layers(t: Tables) -> Finding:
+    m = Mixed(t)
+    words = {1: "ahead", 0: "level", -1: "behind"}
+    clean = some = False
+    parts: list[str] = []
+    for ours in (DIVIDED, LSSAR):
+        outcomes: dict[str, list[int]] = {}
+        for theirs in (COSINE, SSMAX):
+            outcomes[theirs] = [m.lower_loss(ours, theirs, far) for far in (1, *m.far)]
+            outcomes[theirs] += [m.found_more("needles", ours, theirs, far) for far in m.far]
+            at = [f"loss {far}x" for far in (1, *m.far)] + [f"needles {far}x" for far in m.far]
+            told = ", ".join(f"{place} {words[o]}" for place, o in zip(at, outcomes[theirs]))
+            parts.append(f"{ours.removeprefix('mixed, ')} against {theirs.removeprefix('mixed, ')}: {told}")
+        every = [o for found in outcomes.values() for o in found]
+        some = some or max(every) > 0
+        clean = clean or (min(every) >= 0 and all(max(found) > 0 for found in outcomes.values()))
+    losses = "; ".join(
+        f"{label.removeprefix('mixed, ')} " + ", ".join(f"{_mean(m.loss(label, far))} at {far}x" for far in (1, *m.far))
+        for label in MIXED
+    )
+    verdict: Verdict = "holds" if clean else "holds in part" if some else "does not hold"
+    return Finding(verdict, f"{'; '.join(parts)}. Loss: {losses}")
+
+
+def _claim(name: str, text: str, rule: str, decide: Any) -> Claim:
+    return Claim(name, text, "not in the paper", rule, ("mixed",), decide, page="results-mixed")
+
+
+SIGNIFICANT = "a difference counts if it exceeds twice its standard error over seeds"
+
+MIXED_CLAIMS: tuple[Claim, ...] = (
+    _claim(
+        "m1", "Mixed layouts have a lower loss than uniform softmax at the training length",
+        f"each mixed row with three seeds is lower at 1x; in part: some; {SIGNIFICANT}", lower_at_1x,
+    ),
+    _claim(
+        "m2", "The loss of mixed layouts does not rise with length",
+        "for each mixed row with three seeds the loss at 64x and at 512x (or at the farthest multiple of a smaller "
+        "scale) is not above that at 1x on the same text, in the mean over seeds; in part: for some rows",
+        not_above_1x,
+    ),
+    _claim(
+        "m3", "A mixed model finds passkeys and needles in real text at 64 and 512 times its training length",
+        f"one mixed row with three seeds answers at least {PASSKEY:.0%} of the passkeys and {NEEDLES:.0%} of the "
+        "needles at both multiples in every seed; in part: in the mean over seeds", found_far_back,
+    ),
+    _claim(
+        "m4", "Raising p during training is better than p = 15 from the start",
+        "LSSAR annealed has a lower loss at 1x and answers more needles at 64x and 512x than LSSAR with p = 15 fixed; "
+        f"in part: some of it; {SIGNIFICANT}", annealing_helps,
+    ),
+    _claim(
+        "m5", "In global layers LSSAR, or heads divided between LSSA and LSSAR, is ahead of cosine softmax and SSMax",
+        "one of the two is ahead of each control in loss (1x, 64x, 512x) or needles (64x, 512x), and behind it in "
+        f"none; in part: ahead somewhere; {SIGNIFICANT}", ahead_in_global_layers,
+    ),
+)  # fmt: skip
