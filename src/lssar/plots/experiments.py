@@ -28,7 +28,7 @@ def plot_experiment(table: dict[str, Any], draw: str, path: Path, overwrite: boo
 
 
 def _own_power(row: Row) -> bool:
-    return row["p"] is None or (row["attention"] == "lssar" and row["p"] == 15)
+    return row["p"] is None or (row["attention"] in ("lssar", "lssa+lssar") and row["p"] == 15)
 
 
 def _look(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _far(rows: list[Row], table: dict[str, Any]) -> Any:
     for row in wanted:
         values = _by_seed(row["loss"])
         _band(axes[0], list(values), list(values.values()), **_look(row, wanted), label=row["label"])
-    at = sorted({int(m) for row in wanted for m in row["loss"]})
+    at = [m for m in sorted({int(m) for row in wanted for m in row["loss"]}) if m != 256]  # too close to 512
     _multiples(axes[0], "loss by length", at)
     axes[0].set_ylabel("nats per token")
     _clip(axes[0], [_by_seed(row["loss"]) for row in wanted])
@@ -183,7 +183,7 @@ def _far(rows: list[Row], table: dict[str, Any]) -> Any:
     return figure
 
 
-def _clip(axis: Any, curves: Sequence[dict[int, list[float]]], room: float = 0.5) -> None:
+def _clip(axis: Any, curves: Sequence[dict[int, list[float]]], room: float = 0.35) -> None:
     """Cut off curves that rise by more than `room` above the best at 1x, and say where they end."""
     first = [fmean(curve[1]) for curve in curves if 1 in curve]
     values = [fmean(each) for curve in curves for each in curve.values()]
@@ -191,11 +191,14 @@ def _clip(axis: Any, curves: Sequence[dict[int, list[float]]], room: float = 0.5
         return
     low, top = min(values), min(first) + room
     axis.set_ylim(low - 0.05 * (top - low), top)
+    found = 0
     for curve in curves:
         end, last = max(curve), fmean(curve[max(curve)])
         over = [m for m, each in curve.items() if fmean(each) > top]
         if over:
-            axis.annotate(f"{last:.2f} at {end}x", (min(over), top), fontsize=6.5, ha="center", va="bottom")
+            at, share = min(over), 0.98 - 0.05 * found
+            found += 1
+            axis.text(at, low + share * (top - low), f"→ {last:.2f} at {end}x", fontsize=7, va="top")
 
 
 def _sweep(rows: list[Row], table: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ def plot_length(result: dict[str, Any], path: Path, overwrite: bool = False) -> 
         change = paired_change(curve["by_length"])
         axes[1].plot(at, [mean for mean, _ in change], **style)
         if all(half is not None for _, half in change):
-            low, high = ([mean + sign * half for mean, half in change] for sign in (-1, 1))
+            low, high = ([mean + sign * (half or 0.0) for mean, half in change] for sign in (-1, 1))
             axes[1].fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
         context = [point["context"] for point in curve["last"]]
         axes[2].plot(context, [point["loss"] for point in curve["last"]], **style)
