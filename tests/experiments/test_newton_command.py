@@ -70,7 +70,7 @@ def test_flags_change_the_scale(tmp_path):
     result = json.loads((out / "newton.json").read_text())
     first = json.loads(about)
     assert result["earlier"] == [{"command": first["command"], "environment": first["environment"]}]
-    assert "1 of 1 arms, in 2 sittings:\n\n- " in source(result)
+    assert "1 of 1 arms, in 2 sessions:\n\n- " in source(result)
     (family,) = families_in(out)
     assert (family.pretrain.steps, family.finetune.steps) == (2, 2)
 

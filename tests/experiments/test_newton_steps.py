@@ -123,7 +123,7 @@ def test_without_a_compiler_the_steps_go_on(monkeypatch):
     monkeypatch.setattr(steps, "BACKEND", no_compiler)
     torch.compiler.reset()
     eager = pretrained(Execution())
-    with pytest.warns(UserWarning, match="training goes on without compile: .*no compiler here"):
+    with pytest.warns(UserWarning, match="training continues without compile: .*no compiler here"):
         assert_same(pretrained(Execution(compile=True)), eager, 0)
     monkeypatch.setattr(torch.nn.Module, "compile", None)  # is not tried again
     assert_same(pretrained(Execution(compile=True)), eager, 0)

@@ -1,10 +1,10 @@
 """One job: pre-train, fine-tune this and a fresh model on each number of labels, probe.
 
-OUT/pretrained/JOB.json how well the next step is foretold, what it cost, the machine
-OUT/arms/ARM.json       an arm's exponents and R^2; an arm that is there is not run again
-OUT/predictions/ARM.safetensors    its log forces for the test systems, which `read_laws` and the figures use later
+OUT/pretrained/JOB.json error of the predicted next step, cost, machine
+OUT/arms/ARM.json       an arm's exponents and R^2; an arm with this file is not run again
+OUT/predictions/ARM.safetensors    its log forces for the test systems, used by `read_laws` and the figures
 OUT/probes/JOB.json     the inductive-bias probe
-OUT/work/JOB            weights while a job is under way
+OUT/work/JOB            weights of an unfinished job
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lssar.training import checkpoints
 from lssar.training.distributed import Processes
 
 DRAWN = 6
-"""Test systems whose forces are kept all along their orbits, for the drawing."""
+"""Test systems whose forces are stored along the whole orbit, for the figure."""
 
 
 def print_line(line: str) -> None:
@@ -50,7 +50,7 @@ def print_line(line: str) -> None:
 
 
 def missing(job: Job, out: Path) -> tuple[list[Arm], bool]:
-    """What is not there yet of a job: its arms, and whether the probe."""
+    """The missing parts of a job: its arms, and whether the probe is one."""
     family = job.family
     arms = [arm for arm in job.arms() if not (out / "arms" / f"{arm[0]}.json").exists()]
     probe = family.probe is not None and job.seed in family.probe_seeds
@@ -61,7 +61,7 @@ def run_job(
     job: Job, out: Path, device: str, stop: Callable[[], bool] = lambda: False, keep_weights: bool = False,
     say: Callable[[str], None] = print_line, how: Execution = EAGER,
 ) -> bool:  # fmt: skip
-    """Do what is missing of a job; True when nothing is, False when told to stop before that."""
+    """Run the missing parts of a job; True when it is complete, False when stopped before that."""
     arms, probe = missing(job, out)
     if not arms and not probe:
         return True
@@ -117,7 +117,7 @@ def _pretrained(
         seconds += time.monotonic() - began
         checkpoints.save(folder, reached, model, [optimiser], {"seconds": seconds}, processes, keep=1)
     if reached < settings.steps:
-        say(f"{job.name}: stopped at step {reached}; the same command goes on")
+        say(f"{job.name}: stopped at step {reached}; the same command resumes")
         raise OutOfTime
     if not record.exists():
         told = {
@@ -127,7 +127,8 @@ def _pretrained(
             **validation(model, family.tokens, how), "environment": environment(),
         }  # fmt: skip
         write_json(record, told)
-        say(f"{job.name}: next step foretold to {told['rms_error']:.3g} (no motion {told['rms_error_no_motion']:.3g})")
+        errors = f"{told['rms_error']:.3g} (of no motion {told['rms_error_no_motion']:.3g})"
+        say(f"{job.name}: RMS error of the next step {errors}")
     return model
 
 

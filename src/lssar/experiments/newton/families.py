@@ -1,7 +1,7 @@
-"""What is swept: families of arms, the scales that are made of them, and their jobs.
+"""The sweep: families of arms, scales that consist of families, and their jobs.
 
-OUT/settings.json holds the families of a folder: worlds, mechanisms and seeds may be added to it, and another sweep
-may not use it.
+OUT/settings.json records the families of a folder. Worlds, mechanisms and seeds may be added later; a sweep with other
+settings needs another folder.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Family:
 
 
 SCALES: dict[str, tuple[Family, ...]] = {
-    "ci": (  # shows that all parts work together
+    "ci": (  # checks that all parts work together
         Family(
             world="wellposed", size="ci", tokens=16, first=6, mechanisms=("lssar",), seeds=(0,), labels=(1024,),
             starts=("pretrained",), pretrain=Optimisation(steps=300, batch=32, lr=6e-3),
@@ -112,7 +112,7 @@ class Job:
         return f"{self.family.world}-{self.mechanism.replace(',', '-').replace('=', '')}-seed{self.seed}"
 
     def arms(self) -> Iterator[Arm]:
-        """The most telling first."""
+        """The arms with most labels first."""
         for labels in sorted(self.family.labels, reverse=True):
             for start in self.family.starts:
                 yield f"{self.name}-{start}-{labels}", start, labels
@@ -134,7 +134,7 @@ def jobs_of(families: tuple[Family, ...]) -> list[Job]:
 
 
 def claim(families: tuple[Family, ...], out: Path) -> None:
-    """Write down what a folder holds. Worlds, mechanisms and seeds may be added to it; nothing else may differ."""
+    """Record the families of a folder. Worlds, mechanisms and seeds may be added; nothing else may differ."""
     path = out / "settings.json"
     kept = {family.world: family for family in families_in(out)} if path.exists() else {}
     for family in families:
@@ -167,12 +167,12 @@ def families_in(out: Path) -> tuple[Family, ...]:
 
 
 def test_systems(family: Family, device: str = "cpu") -> tuple[Labelled, torch.Tensor]:
-    """The same for every arm, and never labelled; with them the step (N, 1) of each at which its force is read."""
+    """Test systems, the same for every arm and never labelled, and the step (N, 1) at which each force is evaluated."""
     data = labelled_systems(
         WORLDS[family.world], family.tests, family.tokens, family.first, random_stream("test", 0), device
     )
     K = len(data.at)
-    step = random_stream("test", 1).integers(K // 2, K, family.tests)  # late, when the past has told enough
+    step = random_stream("test", 1).integers(K // 2, K, family.tests)  # late: the orbit so far determines the state
     return data, torch.from_numpy(step).to(device)[:, None]
 
 
@@ -183,7 +183,7 @@ def label_pool(family: Family, seed: int, device: str = "cpu") -> Labelled:
 
 
 def test_points(family: Family) -> Points:
-    """States at which laws are read, with the true forces."""
+    """States from which laws are fitted, with the true forces."""
     data, step = test_systems(family)
     m1, m2 = data.tracks.masses.numpy().T
     at = data.steps[step[:, 0]][:, None]

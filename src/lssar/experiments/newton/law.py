@@ -23,7 +23,7 @@ Engine = Literal["operon", "pysr"]
 
 @dataclass(frozen=True)
 class Points:
-    """What a law is read from: a state of each system, and the force predicted (or true) there."""
+    """Points from which a law is fitted: a state of each system, and the predicted (or true) force there."""
 
     m1: np.ndarray  # the planet, or first body
     m2: np.ndarray  # the star, or second body
@@ -113,7 +113,7 @@ def _operon(
     try:
         from pyoperon.sklearn import SymbolicRegressor
     except ImportError as error:
-        raise ImportError("reading the law as a formula needs pyoperon: pip install 'lssar[newton]'") from error
+        raise ImportError("symbolic regression needs pyoperon: pip install 'lssar[newton]'") from error
     regressor = SymbolicRegressor(
         allowed_symbols=",".join((*operators, "constant", "variable")), max_length=max_length, generations=40,
         population_size=300, optimizer_iterations=5, objectives=["r2", "length"], n_threads=1, random_state=seed,
@@ -175,7 +175,7 @@ def newton_form(expression: Any) -> tuple[bool, float]:
 
 
 def shorten(expression: Any, digits: int = 3) -> str:
-    """Constants gathered and cut to a few digits, for people to read."""
+    """The formula with constants collected and rounded to a few digits."""
     import sympy
 
     return str(sympy.N(sympy.factor_terms(sympy.simplify(expression)), digits))

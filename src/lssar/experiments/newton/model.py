@@ -1,4 +1,4 @@
-"""A GPT that reads orbits: our blocks between layers for numbers or for bins, and a head for forces."""
+"""A GPT for orbits: input layers for numbers or bins, the blocks of `lssar.model`, and a head for forces."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class OrbitModel(nn.Module):
             return self.say(hidden.float())
 
     def force(self, interval: Tensor, shown: Tensor, at: Tensor) -> Tensor:
-        """Standardised log force (B, K) as told right after the tokens `at` (K,)."""
+        """Standardised log force (B, K) predicted after the tokens `at` (K,)."""
         hidden = self.hidden(interval, shown)[:, at + 1]
         with _float32(hidden):
             return self.force_head(hidden.float())[..., 0]

@@ -1,6 +1,6 @@
-"""Tables of a sweep in Markdown, and the places in documents that they go to, so that no figure is typed by hand.
+"""Tables of a sweep in Markdown, and the places in documents that they go to, so that no number is typed by hand.
 
-A table stands between `<!-- newton: PATH TABLE... -->` and `<!-- end newton -->`; PATH is from the document's folder.
+A table is placed between `<!-- newton: PATH TABLE... -->` and `<!-- end newton -->`; PATH is relative to the document.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def source(result: Row) -> str:
     done = f"{len(result['arms'])} of {result['wanted']} arms"
     earlier = result.get("earlier", [])
     if not earlier:
-        return f"{_sitting(result)}; {done}. Command: `{result['command']}`.\n"
-    lines = [f"- {_sitting(sitting)}: `{sitting['command']}`\n" for sitting in (*earlier, result)]
-    return f"{done}, in {len(lines)} sittings:\n\n{''.join(lines)}"
+        return f"{_session(result)}; {done}. Command: `{result['command']}`.\n"
+    lines = [f"- {_session(session)}: `{session['command']}`\n" for session in (*earlier, result)]
+    return f"{done}, in {len(lines)} sessions:\n\n{''.join(lines)}"
 
 
-def _sitting(record: Row) -> str:
+def _session(record: Row) -> str:
     machine = record["environment"]
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads"
     return f"{where}; torch {machine['torch']}, {machine['date'][:10]}, commit {str(machine['commit'])[:12]}"

@@ -1,7 +1,7 @@
-"""What a sweep gave: formulas read from stored predictions, oracles as ceilings, everything as one value.
+"""Results of a sweep: formulas fitted to stored predictions, oracles as upper bounds, everything as one value.
 
 OUT/laws/ARM.json       formulas
-OUT/oracles.json        what laws read from true forces and from nearest neighbours look like
+OUT/oracles.json        laws fitted to the true forces and to nearest neighbours
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lssar.experiments.newton.training import true_state
 from lssar.records import write_json
 
 TRUE = "true-forces"
-"""In the place of an arm: the law read from the true forces, a ceiling."""
+"""In place of an arm: the law fitted to the true forces, an upper bound."""
 
 
 def read_predictions(out: Path, arm: str) -> dict[str, np.ndarray]:
@@ -45,7 +45,7 @@ def read_laws(
     out: Path, everything: bool = False, engine: Engine = "operon", operators: tuple[str, ...] = tuple(OPERATORS),
     draws: int = 5, size: int = 1000, workers: int = 1, say: Callable[[str], None] = print_line,
 ) -> None:  # fmt: skip
-    """Formulas for the true forces and for finished arms, into OUT/laws; those that are there are not read again."""
+    """Formulas for the true forces and for finished arms, into OUT/laws; existing ones are kept."""
     wanted: list[tuple[Family, str]] = []
     for family in families_in(out):
         jobs = jobs_of((family,))
@@ -74,11 +74,11 @@ def _read_law(
     return f"{name}: F = {laws[0]['law']}"
 
 
-# What stands beside the arms.
+# Oracles: upper bounds for the arms.
 
 
 def oracles(family: Family) -> list[dict[str, Any]]:
-    """Ceilings: the law read from true forces, and from the nearest labelled states (k = 2, the original's oracle)."""
+    """Upper bounds: the law fitted to true forces, and to the nearest labelled states (k = 2, as in the original)."""
     points = test_points(family)
     test, step = test_systems(family)
     asked = true_state(test)[torch.arange(family.tests), step[:, 0]].numpy()

@@ -4,7 +4,7 @@ A step of the 10M model is some 650 kernels of a few microseconds (1,050 with `c
 one takes longer than running them, and most of what they do is to read and write the same activations again.
 `torch.compile` of a block, which all layers, models and seeds of a mechanism share, cuts the second; a graph cuts the
 first, since forward, backward, clipping and the optimiser become one launch. Neither changes what is computed, but for
-rounding, and where one cannot be had the steps go on without it, with a warning.
+rounding, and where one is not available training continues without it, with a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKEND = "inductor"
 WARM_UP = 3
 """Steps before the graph is made: what is compiled, loaded or allocated at first use is there by then."""
 RECOMPILE_LIMIT = 64
-"""Mechanisms times shapes that one process may have; beyond its limit dynamo gives up without a word."""
+"""Mechanisms times shapes of one process; beyond its limit dynamo stops compiling without a warning."""
 
 given_up: set[tuple[str, ModelConfig]] = set()
 """`compile` or `graph`, and the models with which it failed in this process: it is not tried again."""
@@ -202,4 +202,4 @@ class Steps:
         given_up.add((what, self.model.gpt.config))
         self.optimiser.zero_grad(set_to_none=True)
         cause = problem.__context__ or problem  # a failed capture also fails to end
-        warnings.warn(f"training goes on without {what}: {type(cause).__name__}: {cause}", stacklevel=2)
+        warnings.warn(f"training continues without {what}: {type(cause).__name__}: {cause}", stacklevel=2)

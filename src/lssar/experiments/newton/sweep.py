@@ -1,4 +1,4 @@
-"""All jobs of a sweep, several at a time, until they are done or the time is over."""
+"""Run the jobs of a sweep, several at a time, until they are done or time is up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def effort(job: Job, out: Path) -> int:
 
 
 class Schedule:
-    """Which job is next. What is stopped half-way may be lost with the machine, so none is begun that would be."""
+    """Chooses the next job. Interrupted jobs may be lost with the machine: none is started that would not finish."""
 
     def __init__(self, jobs: list[Job], out: Path, until: float | None) -> None:
         efforts = {job: effort(job, out) for job in jobs}
@@ -76,9 +76,9 @@ def run_all(
 ) -> bool:  # fmt: skip
     """Run what is missing, `workers` jobs at a time; True when every arm is there.
 
-    After `time_limit` seconds, or on SIGINT or SIGTERM, jobs under way save what they have and end. With a limit no job
-    is begun that is not likely to be finished by then, to judge by those that were. Where a job fails, the others go on
-    and the failure is raised at the end.
+    After `time_limit` seconds, or on SIGINT or SIGTERM, running jobs save their state and end. With a limit no job
+    is started that would probably not finish by then, judged by finished ones. If a job fails, the others continue, and
+    the failure is raised at the end.
     """
     claim(families, out)
     until = None if time_limit is None else time.time() + time_limit

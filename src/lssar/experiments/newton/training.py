@@ -120,7 +120,7 @@ def minimise(
     batch_of: Callable[[int], Batch], settings: Optimisation, how: Execution = EAGER, start: int = 0,
     stop: Callable[[], bool] = lambda: False, report: Callable[[int, float], None] | None = None,
 ) -> int:  # fmt: skip
-    """Steps `start`.. on `loss_of(*batch_of(step))` until done or told to `stop`; returns the step reached."""
+    """Steps `start`.. on `loss_of(*batch_of(step))` until done or `stop()`; returns the step reached."""
     model.train()
     with Steps(model, optimiser, loss_of, settings.clip, how) as take:
         for step in range(start, settings.steps):
@@ -141,7 +141,7 @@ def finetune(
     """All weights and a new head, on `targets` (n, K) of the first n systems of `data`; returns mean and deviation.
 
     The head says (target - mean) / deviation with the labels' own mean and deviation. `chosen` (n, K) bool: only these
-    tokens are labelled. OutOfTime if told to `stop` first.
+    tokens are labelled. OutOfTime if `stop()` comes first.
     """
     count = len(targets)
     if not 1 <= count <= len(data.systems):
@@ -181,7 +181,7 @@ def predict(model: OrbitModel, data: Labelled, mean: float, deviation: float, ho
 
 @torch.no_grad()
 def validation(model: OrbitModel, tokens: int, how: Execution = EAGER, count: int = 512) -> dict[str, float]:
-    """How well the next step is foretold on fresh two-body systems: the loss, and the error in units of length.
+    """Error of the predicted next step on new two-body systems: the loss, and the error in units of length.
 
     For comparison the errors of guessing no motion, and motion as in the last step.
     """
@@ -197,12 +197,12 @@ def validation(model: OrbitModel, tokens: int, how: Execution = EAGER, count: in
     steps = (tokens - 1) // stride
     true = two_body_tracks(systems, steps).positions
     if world.encoding == "positions":
-        foretold = (torch.cat(said).double() * (world.extent / 4)).unflatten(-1, (2, 2))[:, :-1]
+        predicted = (torch.cat(said).double() * (world.extent / 4)).unflatten(-1, (2, 2))[:, :-1]
     else:
         flat = from_bins(torch.cat(said), world)[:, : steps * 2 - 1]  # what follows each token
-        foretold = torch.cat([flat.new_zeros(len(flat), 1, 2), flat], 1).unflatten(1, (steps, 2))[:, 1:]
+        predicted = torch.cat([flat.new_zeros(len(flat), 1, 2), flat], 1).unflatten(1, (steps, 2))[:, 1:]
     late = slice(steps // 2, None)  # when there has been something to learn from
-    error = (foretold - true[:, 1:])[:, late]
+    error = (predicted - true[:, 1:])[:, late]
     still = (true[:, :-1] - true[:, 1:])[:, late]
     straight = (2 * true[:, 1:-1] - true[:, :-2] - true[:, 2:])[:, late]
     return {
