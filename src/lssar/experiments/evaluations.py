@@ -155,6 +155,11 @@ class Length(_Always):
             )  # fmt: skip
 
 
+POOLED_FROM = 256
+"""Multiple of the training length from which each seed is asked a third of the passkeys. A passkey needs a context of
+its own, and long contexts take time; three seeds together reach the number of questions."""
+
+
 @dataclass(frozen=True)
 class Retrieval(_Always):
     """Share of answers decoded correctly, by context length; see `lssar eval retrieval`."""
@@ -198,6 +203,8 @@ class Retrieval(_Always):
         if self.questions is None:
             return {"samples": min(16, max(4, held_out.tokens // (length * len(DEPTHS))))}
         questions = min(self.questions, held_out.most_questions or self.questions)
+        if self.task == "passkey" and length >= POOLED_FROM * held_out.recipe.length:
+            questions = -(-questions // 3)
         return retrieval_settings(maker, self.task, held_out.recipe.length, questions) | {"chunk": held_out.chunk}
 
 

@@ -18,8 +18,8 @@ from lssar.experiments.arms import Experiment, Row
 from lssar.experiments.evaluations import Length, Retrieval
 
 DECIDING, EXPLAINING = 100, 40
-"""Questions of a cell, for rows that decide a claim and for rows that explain one. An evaluation of 100 passkeys at 512
-times the training length takes as long as a third of the training."""
+"""Questions at each length, for rows that decide a claim and for rows that explain one. From 256 times the training
+length on a seed is asked a third of the passkeys (`evaluations.POOLED_FROM`)."""
 
 ANNEALED = "3:0.4,7:0.7,15"
 MIXED = "mixed@{window}"
