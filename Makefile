@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo demo-rows test test-slow test-portable lint docs bench clean
+.PHONY: demo demo-train demo-rows test test-browser test-slow test-portable lint docs bench clean
 
-# Minutes: three small models trained at length 128 and read at up to 16 times that.
+# About a minute: a released softmax model and a released long reader look for a key far beyond their training length.
 demo: $(READY)
 	$(BIN)/lssar demo
+
+# Minutes: three small models trained at length 128 and evaluated at up to 16 times that.
+demo-train: $(READY)
+	$(BIN)/lssar demo-train
 
 # Seconds: attention rows on synthetic keys as the context grows 64 times.
 demo-rows: $(READY)
@@ -19,6 +23,12 @@ test: $(READY) lint
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+
+# The report and the attention explorer in headless Chromium, which is installed where apt-get can do it.
+test-browser: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[browser]'
+	command -v chromium > /dev/null || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/python -m pytest -m browser tests/browser
 
 # The numeric tests under other instruction sets and other seeds.
 test-portable: $(READY)

@@ -38,8 +38,11 @@ class Group:
 
 COMMANDS: dict[str, dict[str, Command | Group]] = {
     "Start here": {
-        "demo": Command("lssar.commands.demo:Demo", "Train small models, evaluate them at 16 times the length", True),
-        "rows": Command("lssar.commands.demo:RowsDemo", "How single attention rows change as the context grows"),
+        "demo": Command("lssar.commands.demo:Demo", "A minute: who finds a key far beyond the training length?"),
+        "demo-train": Command(
+            "lssar.commands.demo_train:DemoTrain", "Train small models, evaluate them at 16 times the length", True
+        ),
+        "rows": Command("lssar.commands.rows:RowsDemo", "How single attention rows change as the context grows"),
         "doctor": Command("lssar.commands.doctor:Doctor", "Versions, devices, kernels and extras of this installation"),
         "specs": Command("lssar.commands.specs:Specs", "List the attention mechanisms"),
     },

@@ -31,7 +31,20 @@ def test_rows(tmp_path, capsys):
 
 def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
     """The newcomer's path, made small: demo, then every command that takes a run."""
-    arguments = ["demo", "--steps", "3", "--size", "tiny", "--length", "32", "--multiples", "1", "2", "--pieces", "2"]
+    arguments = [
+        "demo-train",
+        "--steps",
+        "3",
+        "--size",
+        "tiny",
+        "--length",
+        "32",
+        "--multiples",
+        "1",
+        "2",
+        "--pieces",
+        "2",
+    ]
     main([*arguments, "--attention", "softmax", "lssar", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "demo.json").read_text())
     assert [curve["label"] for curve in result["curves"]] == ["softmax", "lssar"]
@@ -72,7 +85,7 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
         (["eval", "length", "NEW"], 1, "no run folder"),
         (["generate", "NEW"], 1, "no run folder"),
         (["plot"], 2, "which JSON files"),
-        (["demo", "--text", "NEW", "--out", "NEW"], 1, "does not exist"),
+        (["demo-train", "--text", "NEW", "--out", "NEW"], 1, "does not exist"),
     ],
     ids=str,
 )

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lssar.data.folder import DataFolder, find_data
-from lssar.data.tokenizers import Tokenizer
+from lssar.data.tokenizers import Tokenizer, load_tokenizer
 from lssar.model import GPT
+from lssar.records import read_json
 from lssar.training import checkpoints
 from lssar.training.recipes import Recipe, read_recipe
 
@@ -31,8 +32,11 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path | str, device: torch.device | str | None = None) -> Run:
-        """Open a run folder; `device` defaults to CUDA where there is a GPU. Weights are read by `model()`."""
+        """Open a run folder or an exported model; `device` defaults to CUDA where there is a GPU. Weights are read by
+        `model()`."""
         folder = Path(folder)
+        if (folder / EXPORT).is_file():
+            return ExportedRun(folder, read_export(folder), pick_device(device))
         return cls(folder, read_recipe(folder), pick_device(device))
 
     @cached_property
@@ -82,6 +86,46 @@ class Run:
     def name(self) -> str:
         """Mechanism, layout and power. Among several runs, `unique_names` adds what tells them apart."""
         return run_label(self.recipe)
+
+
+EXPORT = "export.json"
+
+
+def read_export(folder: Path) -> Recipe:
+    """The recipe of the run that `lssar export` wrote into the folder."""
+    path = folder / EXPORT
+    fields = read_json(path, dict).get("recipe")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: no recipe in it; not written by `lssar export`, or damaged")
+    try:
+        return Recipe.from_dict(fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+class ExportedRun(Run):
+    """A folder written by `lssar export`, such as a released model: the weights of one step, and their tokenizer."""
+
+    @property
+    def checkpoint(self) -> Path:  # type: ignore[override]
+        return self.folder
+
+    @property
+    def step(self) -> int:
+        return int(read_json(self.folder / EXPORT, dict)["step"])
+
+    def model(self) -> GPT:
+        """A new model in float32, whatever the dtype of the file."""
+        model = GPT(self.recipe.model())
+        weights = checkpoints.load_weights(self.folder)
+        model.load_state_dict({name.removeprefix("gpt."): value.float() for name, value in weights.items()})
+        return model.to(self.device).eval()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        if read_json(self.folder / EXPORT, dict).get("tokenizer") == "bytes":
+            return load_tokenizer("bytes")  # the same ids as tokenizer.json, without the tokenizers library
+        return load_tokenizer(self.folder / "tokenizer.json")
 
 
 def evaluation_dtype(recipe: Recipe, device: torch.device | str) -> torch.dtype | None:

@@ -1,128 +1,190 @@
-"""`lssar demo`: train short, read long, on any machine. `lssar rows`: the same question asked of synthetic rows."""
+"""`lssar demo`: two released models look for a key in a text much longer than any that they were trained on."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.table import Table
 
-from lssar.commands.common import TrainingLine, console, held_out_folder, length_table, progress, say_where
-from lssar.records import command_line, environment, write_json
+from lssar.commands.common import console, length_table, progress, say_where
+from lssar.records import command_line, environment, write_file, write_json
+
+if TYPE_CHECKING:
+    from lssar.runs import Run
+
+MODELS = Path(__file__).parents[3] / "models"
+"""In a checkout; the wheel has no models."""
+NAMES = ("tiny-softmax", "tiny-long")
+PAGE_TOKENS = 2048
+"""Of the text that the attention page shows."""
 
 
 @dataclass
 class Demo:
-    """Train small models at a short length, then read held-out text up to 16 times as long: a table and a picture."""
+    """Hide a key in Python's own source, far beyond the training length, and ask a softmax model and a long reader.
 
-    attention: list[str] = field(default_factory=lambda: ["softmax", "lssar", "cosine_softmax"])
-    """Mechanisms to compare; cosine_softmax is the control: LSSA's scores under plain softmax."""
-    steps: int = 500
-    """Of 2,048 bytes each; the same for every mechanism."""
-    length: int = 128
-    multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
-    size: str = "0.8m"
-    heads: int | None = None
-    """Another number of heads; small ones make the loss of cosine mechanisms rise with length."""
-    text: Path | None = None
-    """A text file or folder of your own in place of Python's standard library."""
-    pieces: int = 24
-    """Held-out pieces of the longest length."""
+    Both models have 0.8M parameters and were trained on the same bytes at length 128. Nothing is trained or downloaded.
+    """
+
+    models: Path = MODELS
+    """Folder with the released models tiny-softmax and tiny-long."""
+    multiples: list[int] = field(default_factory=lambda: [1, 4, 16, 64])
+    """Lengths of the text, as multiples of the training length."""
+    samples: int = 1
+    """Texts for each length and depth of the key."""
+    pieces: int = 3
+    """Held-out chunks of the longest length for the loss."""
     seed: int = 0
     out: Path = Path("out/demo")
-    """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
+    """Folder for demo.json, the figures, report.html and attention.html; earlier ones there are replaced."""
 
     def run(self) -> None:
-        from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
-        from lssar.plots import plot_length
-        from lssar.training import recipe, train
-        from lssar.training.loop import load_run
+        from lssar.data.folder import DataFolder, write_stdlib
+        from lssar.runs import Run
 
-        data = {} if self.text is None else {"data": str(self._shards(self.text))}
+        began = time.monotonic()
+        for name in NAMES:
+            if not (self.models / name / "export.json").is_file():
+                raise FileNotFoundError(
+                    f"{self.models / name} is no released model; run this in a checkout of the repository, or give "
+                    "--models FOLDER"
+                )
+        runs = [Run.open(self.models / name, "cpu") for name in NAMES]
+        write_stdlib(self.out / "data")
+        data = DataFolder(self.out / "data", runs[0].recipe.vocab_size)
+        longest = runs[0].recipe.length * max(self.multiples)
         console.print(
-            f"{len(self.attention)} models of {self.size} parameters, {self.steps} steps of 2,048 bytes at length "
-            f"{self.length}; then held-out text in pieces of up to {max(self.multiples)} times that."
+            f"Two models of 0.8M parameters, trained on windows of {runs[0].recipe.length} bytes. A key is hidden in "
+            f"up to {longest:,} bytes of Python source that neither has seen, and asked for at the end.",
+            highlight=False,
         )
-        curves: list[dict[str, Any]] = []
-        for name in self.attention:
-            settings = recipe(
-                "tiny-cpu", attention=name, size=self.size, steps=self.steps, length=self.length,
-                micro_batch=max(1, 2048 // self.length), seed=self.seed, heads=self.heads, **data,
-            )  # fmt: skip
-            heads = "" if self.heads is None else f"-heads{self.heads}"
-            folder = self.out / "runs" / f"{name}-{self.size}{heads}-{self.length}-{self.steps}-seed{self.seed}"
-            with TrainingLine(self.steps, name) as line:
-                if train(settings, folder, report=line.report)["step"] < self.steps:
-                    raise KeyboardInterrupt  # what is trained is kept; the same command goes on
-            model, _, step = load_run(folder)
-            lengths = [self.length * multiple for multiple in self.multiples]
-            held_out = held_out_folder(folder, settings, None)
-            documents = held_out_documents(held_out, settings.vocab_size, max(lengths) + 1)
-            pieces = pieces_of(documents, max(lengths), self.pieces)
-            with progress() as bar:
-                task = bar.add_task(f"reading with {name}", total=len(lengths) * len(pieces))
-                curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))
-            about = {"run": folder.name, "label": name, "attention": name, "step": step}
-            curves.append({**about, "train_length": self.length, "recipe": settings.to_dict(), **curve})
+        arms, curves, diagnostics = [], [], []
+        for run in runs:
+            model = run.model()
+            arms.append(self._retrieval(run, model, data))
+            curves.append(self._length(run, model, data))
+            diagnostics.append(self._diagnostics(run, model, data))
+        console.print(found_table(arms))
         console.print(length_table(curves))
-        for curve in curves:
-            console.print(verdict(curve), highlight=False)
-        result = {"command": command_line(), "environment": environment(), "curves": curves}
-        files = [write_json(self.out / "demo.json", result, overwrite=True)]
-        files += [plot_length(result, self.out / f"demo.{suffix}", overwrite=True) for suffix in ("png", "svg")]
+        files = self._write(runs, data, arms, curves, diagnostics)
+        for arm in arms:
+            console.print(outcome(arm), highlight=False)
         say_where(files)
+        console.print(f"finished in {time.monotonic() - began:.0f} s; open report.html and attention.html in a browser")
 
-    def _shards(self, text: Path) -> Path:
-        from lssar.data.prepare import Settings, prepare
-        from lssar.data.tokenizers import load_tokenizer
+    def _retrieval(self, run: Run, model: Any, data: Any) -> dict[str, Any]:
+        """Answers by length and depth, in the form of `lssar eval retrieval`."""
+        from lssar.data.stream import TokenStream
+        from lssar.data.tasks import TaskMaker, background_of
+        from lssar.evaluation.retrieval import evaluate_retrieval
 
-        if not text.exists():
-            raise FileNotFoundError(f"{text} does not exist")
-        folder = self.out / "data"
-        settings = Settings(name="text", sources=[str(text)], val_share=0.1)
-        prepare(settings, load_tokenizer("bytes"), folder, workers=1, overwrite=True)
-        return folder
+        text = background_of(TokenStream(data.held_out_shards()), data.eot)
+        maker = TaskMaker(run.tokenizer, text, passkey_in_background=True)
+        rows = []
+        with progress() as bar:
+            task = bar.add_task(f"{run.folder.name}: looking for the key", total=len(self.multiples))
+            for multiple in self.multiples:
+                length = run.recipe.length * multiple
+                rows.append(evaluate_retrieval(model, maker, "passkey", length, samples=self.samples, seed=self.seed))
+                bar.advance(task)
+        about = {"run": run.folder.name, "step": run.step, "ntk": "off", "window": None, "label": run.folder.name}
+        return about | self._about(run) | {"rows": rows}
+
+    def _about(self, run: Run) -> dict[str, Any]:
+        return {
+            "attention": run.recipe.attention, "train_length": run.recipe.length, "recipe": run.recipe.to_dict(),
+            "command": command_line(), "environment": environment(),
+        }  # fmt: skip
+
+    def _length(self, run: Run, model: Any, data: Any) -> dict[str, Any]:
+        from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
+
+        lengths = [run.recipe.length * multiple for multiple in self.multiples]
+        documents = held_out_documents(data.path, run.recipe.vocab_size, max(lengths) + 1)
+        pieces = pieces_of(documents, max(lengths), self.pieces)
+        with progress() as bar:
+            task = bar.add_task(f"{run.folder.name}: loss by length", total=len(lengths) * len(pieces))
+            curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))
+        return {"run": run.folder.name, "label": run.folder.name, "step": run.step, **self._about(run), **curve}
+
+    def _diagnostics(self, run: Run, model: Any, data: Any) -> dict[str, Any]:
+        import torch
+
+        from lssar.evaluation.diagnostics import diagnose
+        from lssar.evaluation.length import held_out_documents, pieces_of
+
+        lengths = [run.recipe.length * multiple for multiple in self.multiples[:3]]
+        documents = held_out_documents(data.path, run.recipe.vocab_size, max(lengths) + 1)
+        ids = torch.stack([piece[:-1] for piece in pieces_of(documents, max(lengths), 1)])
+        about = {"run": run.folder.name, "step": run.step, "attention": run.recipe.attention}
+        return diagnose(model, ids, lengths, rows=4) | about
+
+    def _write(
+        self, runs: list[Run], data: Any, arms: list[dict[str, Any]], curves: list[dict[str, Any]],
+        diagnostics: list[dict[str, Any]],
+    ) -> list[Path]:  # fmt: skip
+        """JSON, figures, and the two pages; those need the extras `plots` and `report`."""
+        from lssar.plots import plot_length, plot_retrieval
+        from lssar.report.collect import collect
+        from lssar.report.report import report_html
+
+        about = {"command": command_line(), "environment": environment()}
+        length = write_json(self.out / "length.json", about | {"curves": curves}, overwrite=True)
+        found = write_json(self.out / "retrieval.json", about | {"arms": arms}, overwrite=True)
+        rows = [
+            write_json(self.out / f"diagnose-{result['run']}.json", about | result, overwrite=True)
+            for result in diagnostics
+        ]
+        figures = [
+            plot_length({"curves": curves}, self.out / "length.png", overwrite=True),
+            plot_retrieval({"arms": arms}, self.out / "retrieval.png", overwrite=True),
+        ]
+        trained = [file for run in runs for file in [run.folder / "evaluation" / "training.json"] if file.is_file()]
+        page = report_html(collect([*trained, length, found, *rows]), "Train short, read long: the demo")
+        report = write_file(self.out / "report.html", lambda p: p.write_text(page, encoding="utf-8"), overwrite=True)
+        return [length, found, *figures, report, self._attention_page(runs, data)]
+
+    def _attention_page(self, runs: list[Run], data: Any) -> Path:
+        """What the last tokens of a text with a hidden key attend to, in both models."""
+        import numpy as np
+
+        from lssar.data.stream import TokenStream
+        from lssar.data.tasks import TaskMaker, background_of
+        from lssar.report.explorer import Subject, write_explorer
+
+        tokenizer = runs[0].tokenizer
+        text = background_of(TokenStream(data.held_out_shards()), data.eot)
+        maker = TaskMaker(tokenizer, text, passkey_in_background=True)
+        sample = maker.make("passkey", np.random.default_rng(self.seed), PAGE_TOKENS, [0.2])
+        query = sample.queries[0]
+        content = tokenizer.decode(np.concatenate([sample.context[1:], query.prompt, query.answer]))
+        subjects = [Subject(run.folder.name, run.model(), tokenizer) for run in runs[::-1]]
+        with console.status("computing attention"):
+            return write_explorer(
+                subjects, content, self.out / "attention.html", title="A key hidden in Python source",
+                tokens=PAGE_TOKENS, overwrite=True,
+            )  # fmt: skip
 
 
-def verdict(curve: dict[str, Any]) -> str:
-    """One line of what happened, from the figures."""
-    first, last = curve["by_length"][0], curve["by_length"][-1]
-    change = last["loss"] - first["loss"]
-    multiple = last["length"] // first["length"]
-    word = "rises" if change > 0.1 else "falls" if change < -0.1 else "stays"
-    return (
-        f"{curve['label']}: loss {word}: {first['loss']:.3f} at 1x, {last['loss']:.3f} at {multiple}x ({change:+.3f})"
-    )
+def found_table(arms: list[dict[str, Any]]) -> Table:
+    table = Table(title="keys found in Python source, by length of the text in bytes (multiple of the training length)")
+    table.add_column("model")
+    for row in arms[0]["rows"]:
+        table.add_column(f"{row['length']:,} ({row['length'] // arms[0]['train_length']}x)", justify="right")
+    for arm in arms:
+        table.add_row(arm["label"], *(f"{row['greedy']['right']} of {row['greedy']['of']}" for row in arm["rows"]))
+    return table
 
 
-@dataclass
-class RowsDemo:
-    """How attention rows over synthetic keys change as their number grows 1x to 64x: a table and a picture."""
-
-    out: Path = Path("out/rows")
-    """Folder for rows.json and rows.png; earlier ones there are replaced."""
-    seed: int = 0
-
-    def run(self) -> None:
-        from lssar.evaluation.dilution import dilution
-        from lssar.plots import plot_dilution
-
-        with console.status("computing attention rows"), torch.no_grad():
-            result = dilution(seed=self.seed)
-        table = Table(
-            title="One relevant key among n: largest weight, entropy H (nats), effective number of keys exp(H)"
-        )
-        table.add_column("n")
-        for mechanism in result["mechanisms"]:
-            table.add_column(mechanism, justify="right")
-        for n in dict.fromkeys(row["n"] for row in result["rows"]):
-            cells = [row for row in result["rows"] if row["n"] == n]
-            table.add_row(str(n), *(f"{c['peak']:.3f}  H {c['entropy']:.2f}  {c['effective']:.0f} keys" for c in cells))
-        console.print(table)
-        console.print("cosine_softmax is the control: LSSA's scores (cosine, log n) under plain softmax.")
-        files = [write_json(self.out / "rows.json", result, overwrite=True)]
-        files.append(plot_dilution(result, self.out / "rows.png", overwrite=True))
-        say_where(files)
+def outcome(arm: dict[str, Any]) -> str:
+    """One line: how far the model finds the key."""
+    far = [row["length"] // arm["train_length"] for row in arm["rows"] if row["greedy"]["rate"] >= 0.5]
+    last = arm["rows"][-1]
+    times = last["length"] // arm["train_length"]
+    found = f"{last['greedy']['right']} of {last['greedy']['of']} keys at {times}x"
+    reach = f"finds most keys up to {max(far)}x" if far else "finds few keys at any length"
+    return f"{arm['label']}: {reach} its training length; {found}"

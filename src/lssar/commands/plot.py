@@ -14,8 +14,8 @@ from lssar.commands.common import UsageError, draw, say_where
 
 @dataclass
 class Plot:
-    """Draw JSON files of `lssar eval length`, `lssar demo` or `lssar eval retrieval` in one figure: some may be made
-    elsewhere, or later. Of a run whose retrieval was read at several steps the last is drawn."""
+    """Draw JSON files of `lssar eval length`, `lssar demo-train` or `lssar eval retrieval` in one figure: some may be
+    made elsewhere, or later. Of a run whose retrieval was read at several steps the last is drawn."""
 
     files: tyro.conf.Positional[list[Path]]
     out: Path | None = None

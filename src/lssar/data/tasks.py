@@ -98,9 +98,12 @@ def background_of(stream: TokenStream, eot: int) -> Background:
 class TaskMaker:
     """Samples of every task for one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, background: Background | None = None) -> None:
-        """`background` is needed for needles alone."""
+    def __init__(
+        self, tokenizer: Tokenizer, background: Background | None = None, passkey_in_background: bool = False
+    ) -> None:
+        """`background` is needed for needles alone; passkeys may be hidden in it too, in place of the usual filler."""
         self.tokenizer, self.background = tokenizer, background
+        self.passkey_in_background = passkey_in_background
         self._pieces: dict[str, np.ndarray] = {}
         self._shortest: dict[tuple[str, int | None], int] = {}
 
@@ -215,13 +218,19 @@ class TaskMaker:
         self, rng: np.random.Generator, size: int, depths: Sequence[float], load: int | None, others: bool
     ) -> Sample:
         numbers = self._numbers(rng, 1 + WRONG if others else 1)
-        filler = self._text(FILLER)
-        context = self._hide(
-            lambda count: np.resize(filler, count), [self._passkey(numbers[0])], depths[:1], size, "passkey"
-        )
+        context = self._hide(self._filler(rng), [self._passkey(numbers[0])], depths[:1], size, "passkey")
         answer, *wrong = (self._number(n) for n in numbers)
         prompt = self._text("\nWhat is the pass key? The pass key is")
         return Sample(context, (Query(prompt, answer, tuple(wrong), (depths[0],)),))
+
+    def _filler(self, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
+        """The text that passkeys are hidden in."""
+        background = self.background
+        if not self.passkey_in_background:
+            return lambda count: np.resize(self._text(FILLER), count)
+        if background is None:
+            raise ValueError("passkeys in real text need a background, and there is none")
+        return lambda count: background(rng, count)
 
     def _needle_prompt(self, word: str) -> np.ndarray:
         return self._text(f"\nThe number of {word} is")

@@ -118,6 +118,7 @@ class Pane {
     this.marked = [];
     if (this.at !== null) this.spans[this.at].classList.remove("at");
     this.at = null;
+    clearTimeout(this.drawing);
     this.find(".facts").innerHTML = '<p class="empty">No token chosen.</p>';
     this.find(".keys").replaceChildren();
     Plotly.react(this.find(".chart"), [], this.chartLayout(false), chartConfig);
@@ -142,7 +143,8 @@ class Pane {
     this.element.dataset.token = i;
     this.showFacts(i, row);
     this.showKeys(row);
-    this.showChart(i, row);
+    clearTimeout(this.drawing);  // the chart takes longest: it waits until the pointer rests
+    this.drawing = setTimeout(() => this.showChart(i, row), 80);
   }
 
   showFacts(i, row) {
@@ -222,6 +224,7 @@ class Pane {
         marker: { color: "#6f9ed8", size: 6, symbol: "circle-open" }, hovertemplate: "key %{x}: %{y:.3g} × mean<extra></extra>" });
     }
     Plotly.react(this.find(".chart"), data, this.chartLayout(Boolean(row.before)), chartConfig);
+    this.find(".chart").dataset.token = i;
   }
 
   // The token at a place in the text, for panes with other tokenizers.
