@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import lssar
 from lssar.ops.reference import reference_attention
+from lssar.testing import one_rounding_away, with_gradients
 from lssar.visibility import visibility
 
 TEST_SEED = int(os.environ.get("LSSAR_TEST_SEED", "0"))
@@ -28,6 +30,32 @@ def seeded(seed: int = 0, device: torch.device | str = "cpu") -> torch.Generator
     return torch.Generator(device).manual_seed(shifted_seed(seed))
 
 
+def pairwise(*choices: Iterable) -> list[tuple]:
+    """Few combinations of the choices, in which every pair of values from two different lists occurs."""
+    lists = [list(options) for options in choices]
+    missing = {
+        (a, x, b, y)
+        for (a, one), (b, other) in itertools.combinations(enumerate(lists), 2)
+        for x in range(len(one))
+        for y in range(len(other))
+    }
+    rows = []
+    while missing:
+        a, x, b, y = min(missing)
+        row = {a: x, b: y}
+        for place, options in enumerate(lists):
+            if place not in row:
+                gain = lambda value: sum(_pair(p, row[p], place, value) in missing for p in row)  # noqa: B023, E731
+                row[place] = max(range(len(options)), key=lambda value: (gain(value), -value))
+        missing -= {_pair(p, row[p], r, row[r]) for p, r in itertools.combinations(row, 2)}
+        rows.append(tuple(options[row[place]] for place, options in enumerate(lists)))
+    return rows
+
+
+def _pair(a: int, x: int, b: int, y: int) -> tuple[int, int, int, int]:
+    return (a, x, b, y) if a < b else (b, y, a, x)
+
+
 REWEIGHTED = {
     "softmax p=3": lssar.spec("softmax").reweighted(3),
     "sigmoid_n_l1 p=15": lssar.spec("sigmoid_n_l1").reweighted(15),
@@ -38,6 +66,12 @@ REWEIGHTED = {
     "wortsman n": lssar.spec("relu_wortsman", divisor="n"),
 }
 ALL_SPECS = {**{name: lssar.spec(name) for name in lssar.specs()}, **REWEIGHTED}
+LEARNED = {  # with numbers of their own for each head, at other than their usual values
+    "lssar gain": lssar.spec("lssar", p=3, head_scale=-0.7),
+    "cosine_softmax gain": lssar.spec("cosine_softmax", head_scale=2.0),
+    "lssar threshold": lssar.spec("lssar", p=2.5, threshold=0.4),
+    "softmax p=3 threshold": lssar.spec("softmax", p=3, threshold=1.3),
+}
 
 
 def qkv(B=2, Hq=4, Hkv=2, Lq=19, Lk=19, D=6, Dv=None, dtype=torch.float64, grad=True) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,18 +120,6 @@ def outside_the_interpreter(module: str, *words: str, cache: Path) -> dict:
     run = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
-
-
-def with_gradients(f, inputs: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor, ...]:
-    """Output and gradients of f(*inputs), as leaves of their own."""
-    leaves = tuple(x.detach().clone().requires_grad_() for x in inputs)
-    o = f(*leaves)
-    return (o.detach(), *torch.autograd.grad(o, leaves, do.to(o.dtype)))
-
-
-def one_rounding_away(x: Tensor, generator: torch.Generator) -> Tensor:
-    up = torch.rand(x.shape, generator=generator, device=x.device) < 0.5
-    return torch.nextafter(x, torch.where(up, torch.inf, -torch.inf).to(x.dtype))
 
 
 def eager_runs(

@@ -1,5 +1,6 @@
 """The public call: its contract, its errors, and how it behaves inside PyTorch's machinery."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -58,14 +59,36 @@ BAD_CALLS = {
     "two head sizes": (dict(k=F(2, 2, 8, 5)), "one head size"),
     "head size 0": (dict(q=F(2, 4, 8, 0), k=F(2, 2, 8, 0)), "at least 1"),
     "k and v of different length": (dict(v=F(2, 2, 7, 6)), "same heads and length"),
-    "heads that do not divide": (dict(q=F(2, 3, 8, 6)), "multiple of key heads; got 3 and 2"),
+    "heads that do not divide": (dict(q=F(2, 3, 8, 6)), "multiple of key heads, at least one of each; got 3 and 2"),
     "unknown spec": (dict(spec="lsar"), "unknown attention spec 'lsar'; known: softmax,"),
     "unknown impl": (dict(impl="fast"), "impl must be one of 'auto', 'reference', 'tiled', 'fused'; got 'fast'"),
     "causal as a number": (dict(causal=1), "causal must be True or False"),
     "float mask": (dict(mask=torch.zeros(8, 8)), "mask must be a bool tensor"),
     "mask of another shape": (dict(mask=torch.ones(8, 7, dtype=torch.bool)), "mask must broadcast to"),
+    "head_scale of integers": (
+        dict(spec="ssmax", head_scale=torch.ones(4).long()),
+        "must be a float tensor",
+    ),
     "mask of five dimensions": (dict(mask=torch.ones(1, 1, 1, 8, 8, dtype=torch.bool)), "mask must broadcast to"),
     "mask on another device": (dict(mask=torch.ones(8, 8, dtype=torch.bool, device="meta")), "mask must be on cpu"),
+    "no heads": (dict(q=F(2, 0, 8, 6), k=F(2, 0, 8, 6), v=F(2, 0, 8, 6)), "at least one of each; got 0 and 0"),
+    "no query heads": (dict(q=F(2, 0, 8, 6)), "at least one of each; got 0 and 2"),
+    "values of size 0": (dict(v=F(2, 2, 8, 0)), "v must have a head size of at least 1"),
+    "nested": (
+        dict(q=torch.nested.nested_tensor([F(4, 8, 6)] * 2, layout=torch.jagged)),
+        "q must be .* nested",
+    ),
+    "sparse": (dict(k=F(2, 2, 8, 6).to_sparse()), "k must be a tensor .* sparse"),
+    "sparse mask": (dict(mask=torch.ones(8, 8, dtype=torch.bool).to_sparse()), "mask must be a bool tensor"),
+    "return_weights as a number": (dict(return_weights=1), "return_weights must be True or False; got 1"),
+    "return_weights as text": (dict(return_weights="no"), "return_weights must be True or False; got 'no'"),
+    "more queries than keys": (dict(k=F(2, 2, 3, 6), v=F(2, 2, 3, 6)), "the first 5 of them would see nothing"),
+    "p of a spec without": (dict(spec="lssa", p=3), "'lssa' is not re-weighted"),
+    "p below 1": (dict(p=0.5), "p must be a finite number >= 1"),
+    "p below 1, a tensor": (dict(p=torch.tensor(0.5)), "p must be a finite number >= 1"),
+    "p of several numbers": (dict(p=torch.tensor([3.0])), "p must be a number, or a 0-dim float tensor on the CPU"),
+    "p that is learned": (dict(p=torch.tensor(3.0, requires_grad=True)), "without gradient; got .* requires one"),
+    "threshold where there is none": (dict(threshold=torch.ones(4)), "has no learned_threshold"),
     "window 0": (dict(window=0), "window must be an integer >= 1"),
     "window as float": (dict(window=2.0), "window must be an integer >= 1"),
     "pack of two batch rows": (dict(cu_seqlens=torch.tensor([0, 8])), "one packed batch row"),
@@ -79,10 +102,10 @@ BAD_CALLS = {
     "negative length": (dict(key_lengths=torch.tensor([-1, 8])), r"key_lengths must lie in 0\.\.8"),
     "ranges of floats": (dict(key_ranges=torch.zeros(2, 8, 2)), "key_ranges must be an int32 or int64 tensor"),
     "ranges of keys": (dict(key_ranges=torch.zeros(2, 2, 8).int()), r"key_ranges must have shape \(2, 8, 2\)"),
-    "head_scale where there is none": (dict(head_scale=torch.ones(4)), "has no learned scale"),
+    "head_scale where there is none": (dict(head_scale=torch.ones(4)), "has no head_scale"),
     "head_scale of key heads": (
         dict(spec="ssmax", head_scale=torch.ones(2)),
-        r"head_scale must be a tensor of shape \(4,\)",
+        r"head_scale must be a float tensor of shape \(4,\)",
     ),
     "fused without a GPU": (dict(impl="fused"), "impl='fused' cannot run this call: "),
 }
@@ -91,8 +114,122 @@ BAD_CALLS = {
 @pytest.mark.parametrize(("changes", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
 def test_bad_calls(changes, words):
     arguments = {"q": F(2, 4, 8, 6), "k": F(2, 2, 8, 6), "v": F(2, 2, 8, 6)}
-    with pytest.raises(ValueError, match=words):
-        lssar.attention(**{**arguments, **changes})
+    for impl in ("tiled", "reference"):
+        with pytest.raises(ValueError, match=words):
+            lssar.attention(**{**arguments, "impl": impl, **changes})
+
+
+def test_numbers_of_numpy():
+    q, k, v = qkv(grad=False)
+    for window, p in ((np.int64(4), np.float32(3)), (4, np.int64(3))):
+        got = lssar.attention(q, k, v, window=window, p=p)
+        assert torch.equal(got, lssar.attention(q, k, v, lssar.spec("lssar", p=3), window=4))
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_a_static_cache(impl):
+    """Room for more keys than there are: the queries are the last rows of each batch row's own length."""
+    q, k, v = qkv(B=3, Lq=4, Lk=16, dtype=torch.float32)
+    lengths = torch.tensor([16, 7, 4])
+    for options in ({}, {"window": 3}, {"window": 3, "causal": False}):
+        for name in ("lssar", "softmax", "softmax_recentred"):
+            do = torch.randn(3, 4, 4, 6)
+            call = lambda *x: lssar.attention(*x, name, impl=impl, key_lengths=lengths, **options)  # noqa: B023, E731
+            got = with_gradients(call, (q, k, v), do)
+            for b, length in enumerate(lengths.tolist()):
+                one = (q[b : b + 1], k[b : b + 1, :, :length], v[b : b + 1, :, :length])
+                alone = lambda *x: lssar.attention(*x, name, impl=impl, **options)  # noqa: B023, E731
+                for x, y in zip(got, with_gradients(alone, one, do[b : b + 1])):
+                    torch.testing.assert_close(x[b : b + 1, :, : y.shape[2]], y)
+    short = lssar.attention(q, k, v, impl=impl, key_lengths=torch.tensor([0, 1, 2]))
+    assert [int((x != 0).any(-1).sum()) for x in short] == [0, 4, 8]  # as many rows as there are keys, in four heads
+
+
+def test_more_queries_than_keys_with_a_mask():
+    """The mask says what rows see, so that rows without any are meant."""
+    q, k, v = qkv(Lq=5, Lk=3)
+    for options in ({"mask": torch.ones(5, 3, dtype=torch.bool)}, {"key_ranges": torch.tensor([0, 3]).expand(1, 5, 2)}):
+        o = lssar.attention(q, k, v, **options)
+        assert not o[:, :, :2].any() and o[:, :, 2:].any()
+
+
+def test_forward_mode_is_exact_in_the_reference_and_refused_elsewhere():
+    q, k, v = qkv(B=1, Lq=5, Lk=5, D=3, grad=False)
+    for name in ("lssar", "softmax", "softmax_recentred_l1"):
+        f = lambda x: lssar.attention(x, k, v, name, impl="reference")  # noqa: B023, E731
+        jacobian = torch.autograd.functional.jacobian(f, q)
+        torch.testing.assert_close(torch.func.jacfwd(f)(q), jacobian)
+        tangent = torch.randn_like(q)
+        expected = (jacobian.flatten(-4) * tangent.flatten()).sum(-1)
+        torch.testing.assert_close(torch.func.jvp(f, (q,), (tangent,))[1], expected)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        for impl in ("tiled", "auto"):
+            with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .* use impl='reference'"):
+                lssar.attention(dual, k, v, impl=impl)
+        lssar.attention(q, k, v)  # has no tangent
+    with pytest.raises(NotImplementedError, match="impl='reference'"):
+        torch.func.jvp(lambda x: lssar.attention(x, k, v), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("name", ["lssar", "cosine_softmax", "softmax"])
+def test_learned_gain_and_threshold(name, impl):
+    q, k, v = qkv(B=1, Lq=9, Lk=9, D=4)
+    spec = lssar.spec(name, p=2.5, head_scale=1.0, learned_threshold=True)
+    gain = torch.tensor([1.5, -0.7, 0.3, 2.0], dtype=torch.float64, requires_grad=True)
+    threshold = torch.tensor([1.1, 0.5, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    call = lambda *x: lssar.attention(*x[:3], spec, head_scale=x[3], threshold=x[4], impl=impl)  # noqa: E731
+    assert torch.autograd.gradcheck(call, (q, k, v, gain, threshold), fast_mode=True, atol=1e-6, rtol=1e-3)
+    same = call(q, k, v, torch.full_like(gain, 0.3), torch.full_like(threshold, 0.5))
+    fixed = spec.replace(head_scale=0.3, threshold=0.5, learned_threshold=False)
+    torch.testing.assert_close(same, lssar.attention(q, k, v, fixed, impl=impl))
+    plain = spec.replace(head_scale=None, learned_threshold=False)
+    torch.testing.assert_close(lssar.attention(q, k, v, spec, impl=impl), lssar.attention(q, k, v, plain, impl=impl))
+
+
+@pytest.mark.parametrize("name", ["lssar", "cosine_softmax", "softmax", "ssmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_learned_numbers_in_float32(name, dtype):
+    """The native kernels where there are any: gradients of gain and threshold against float64."""
+    spec = lssar.spec(name, head_scale=1.0)
+    if name in ("lssar", "softmax"):
+        spec = spec.replace(p=3, learned_threshold=True)
+    inputs = [x.to(dtype) for x in qkv(Lq=150, Lk=150, D=16, grad=False)]
+    of_heads = [torch.tensor([1.5, -0.7, 0.3, 2.0]), torch.tensor([1.1, 0.5, 1.0, 0.0])][: 1 + spec.learned_threshold]
+    do = torch.randn(2, 4, 150, 16).to(dtype)
+
+    def call(impl):
+        return lambda *x: lssar.attention(*x[:3], spec, head_scale=x[3], threshold=(*x, None)[4], impl=impl)
+
+    wide = tuple(x.double() for x in (*inputs, *of_heads))
+    exact = with_gradients(call("reference"), wide, do)
+    got = with_gradients(call("tiled"), (*inputs, *of_heads), do)
+    for x, y in zip(got[:4], exact):
+        assert float((x.double() - y).norm()) <= (torch.finfo(dtype).eps + 40 * 2.0**-24) * float(y.norm())
+    # A head's number gets a sum over all its rows: its error is relative to the terms, which cancel.
+    for place, (x, y) in enumerate(zip(got[4:], exact[4:]), 3):
+        step = [torch.zeros_like(x) for x in wide]
+        step[place] = torch.ones_like(step[place])
+        terms = (do * torch.func.jvp(call("reference"), wide, tuple(step))[1]).abs().sum((0, 2, 3))
+        assert ((x.double() - y).abs() <= 40 * 2.0**-24 * terms).all()
+
+
+def test_one_graph_for_all_powers():
+    torch._dynamo.reset()
+    q, k, v = qkv(grad=False)
+    compiled = torch.compile(lambda q, k, v, p: lssar.attention(q, k, v, p=p), fullgraph=True, backend="aot_eager")
+    counts = torch._dynamo.utils.counters["stats"]
+    for index, p in enumerate((3.0, 7.5, 15.0, 31.0)):
+        got = compiled(q, k, v, torch.tensor(p))
+        torch.testing.assert_close(got, lssar.attention(q, k, v, lssar.spec("lssar", p=p)))
+        if index == 0:
+            graphs = counts["unique_graphs"]
+    assert counts["unique_graphs"] == graphs
+    number = torch.compile(lambda q, k, v: lssar.attention(q, k, v, p=3), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(number(q, k, v), lssar.attention(q, k, v, p=3))
+    with pytest.raises(ValueError, match="p must be a finite number >= 1"):
+        compiled(q, k, v, torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("bounds", [[0], [1, 8], [0, 7], [0, 5, 4, 8], [0, 9]])

@@ -1,10 +1,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 import lssar
 from lssar import AttentionSpec
+from lssar.specs import parse_spec
 
 CONTRACT = """softmax softmax_inverse softmax_recentred softmax_recentred_l1 raw exp raw_l1 l1_relu l1_relu2 l1_relu6
 l1_gelu l1_sigmoid l1_softplus l1_mish sigmoid sigmoid_n sigmoid_n_l1 relu_wortsman relu_shen lssa lssar cosine_softmax
@@ -44,6 +46,20 @@ def test_repr_shows_what_differs_from_softmax():
     )
 
 
+def test_numpy_numbers_become_plain():
+    for p in (np.float64(3), np.float32(3), np.int64(3)):
+        made = lssar.spec("lssar", p=p)
+        assert type(made.p) in (int, float) and made == lssar.spec("lssar", p=3)
+        assert AttentionSpec.from_literal(made.literal) == made
+
+
+def test_a_mechanism_on_the_command_line():
+    changed = parse_spec("lssar,p=3,threshold=0.5,learned_threshold=true")
+    assert changed == lssar.spec("lssar", p=3, threshold=0.5, learned_threshold=True)
+    with pytest.raises(ValueError, match="expected NAME or NAME,FIELD=NUMBER"):
+        parse_spec("lssar,p=many")
+
+
 def test_changes_make_new_values():
     assert lssar.spec("lssar", p=3).p == 3
     assert lssar.spec("lssar").p == 15
@@ -69,7 +85,13 @@ def test_changes_make_new_values():
         (lambda: lssar.spec("softmax_recentred").reweighted(3), "normalised mechanism"),
         (lambda: lssar.spec("lssa", activation="tanh"), "activation must be one of"),
         (lambda: lssar.spec("lssa", cosine="yes"), "cosine must be True or False"),
-        (lambda: lssar.spec("lssa", head_scale=1.0), "head_scale needs dot-product scores"),
+        (lambda: lssar.spec("lssar", p=10**5000), "p must be a finite number >= 1 .* an integer too large"),
+        (lambda: lssar.spec("lssar", p=np.True_), "p must be a finite number >= 1"),
+        (lambda: lssar.spec("lssar", head_scale=np.inf), "head_scale must be a finite number"),
+        (lambda: lssar.spec("lssar", threshold=-0.5), "threshold must be a finite number >= 0"),
+        (lambda: lssar.spec("lssa", threshold=0.5), "a threshold is part of the re-weighting"),
+        (lambda: lssar.spec("softmax", learned_threshold=True), "a threshold is part of the re-weighting"),
+        (lambda: lssar.spec("lssar", learned_threshold=1), "learned_threshold must be True or False"),
         (lambda: lssar.spec("ssmax", head_scale="big"), "head_scale must be a finite number"),
         (lambda: lssar.spec("relu_shen", gamma=0), "gamma must be a finite number > 0"),
         (lambda: lssar.spec("sigmoid", train_length=0), "train_length must be an integer >= 1"),

@@ -7,11 +7,13 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lssar.ops import fused, sdpa
+from lssar.ops.numerics import working_dtype
 from lssar.ops.reference import safe_reference_attention
 from lssar.ops.tiled import tiled_attention, tiled_attention_weights
-from lssar.specs import AttentionSpec
+from lssar.specs import AttentionSpec, check_power, plain_number
 from lssar.specs import spec as spec_of
 from lssar.visibility import visibility
 
@@ -26,15 +28,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., return_weights: Literal[False] = ...,
-    impl: Implementation = ...,
+    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., threshold: Tensor | None = ...,
+    p: float | Tensor | None = ..., return_weights: Literal[False] = ..., impl: Implementation = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: str | AttentionSpec = ..., *, causal: bool = ..., mask: Tensor | None = ...,
     window: int | None = ..., cu_seqlens: Tensor | None = ..., key_lengths: Tensor | None = ...,
-    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., return_weights: Literal[True],
-    impl: Implementation = ...,
+    key_ranges: Tensor | None = ..., head_scale: Tensor | None = ..., threshold: Tensor | None = ...,
+    p: float | Tensor | None = ..., return_weights: Literal[True], impl: Implementation = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
@@ -49,6 +51,8 @@ def attention(
     key_lengths: Tensor | None = None,
     key_ranges: Tensor | None = None,
     head_scale: Tensor | None = None,
+    threshold: Tensor | None = None,
+    p: float | Tensor | None = None,
     return_weights: bool = False,
     impl: Implementation = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,63 +63,161 @@ def attention(
         k: (B, Hkv, Lk, D); Hq is a multiple of Hkv, and consecutive query heads share a key head.
         v: (B, Hkv, Lk, Dv).
         spec: a name, or an `AttentionSpec` such as `lssar.spec("lssar", p=3)`.
-        causal: row i sees keys j <= i + Lk - Lq: with fewer queries than keys, the queries are the last ones.
+        causal: row i sees keys j <= i + Lk - Lq: with fewer queries than keys, the queries are the last ones. With
+            `key_lengths` as well, they are the last ones of each batch row's own length. More queries than keys are an
+            error unless `mask` or `key_ranges` says what the rows see.
         mask: bool, True where a row may see a key, broadcastable to (B, Hq, Lq, Lk).
         window: only the last `window` keys up to the row's own position (and, if not causal, as many after it).
         cu_seqlens: (documents + 1,) int32 or int64, 0 to L: batch row 0 holds documents packed one after the other,
             and each sees only itself, as if called alone.
-        key_lengths: (B,) int: keys at and after this position are padding.
-        key_ranges: (B or 1, Lq, 2) int: of what else it may see, each row sees keys first <= j < end only. Paddings at
-            either side, packs, windows and half-filled caches are all this, at no memory of Lq x Lk.
-        head_scale: (Hq,), the learned scale of a spec that has one (`ssmax`); its initial value if not given.
+        key_lengths: (B,) int: keys at and after this position are padding, or unused room in a cache.
+        key_ranges: (B or 1, Lq, 2) int: of what else it may see, each row sees keys first <= j < end only. This
+            expresses padding on either side, packs, windows and half-filled caches without memory for Lq x Lk.
+        head_scale: (Hq,), the learned factor of the scores of a spec that has one (`ssmax`, or
+            `spec("lssar", head_scale=1.0)`); its initial value if not given. Cosine scores are multiplied after q and k
+            are normalised.
+        threshold: (Hq,), the learned threshold of a spec with `learned_threshold`; its initial value if not given.
+        p: takes the place of the power of a re-weighted spec. A float, or a 0-dim float tensor on the CPU: then a graph
+            of torch.compile serves all values.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
         impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (on a GPU: softmax
             kinds by PyTorch's kernels, others but re-centring by ours), or `auto`: fused on a GPU where it applies,
             else tiled.
 
     Returns:
-        (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero.
+        (B, Hq, Lq, Dv) in the dtype of q; a row that may see nothing is zero. NaN or inf in the inputs reaches only
+        rows that see it, and gradients of what those rows see.
     """
     spec = spec_of(spec)
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, key_ranges, impl)
-    if head_scale is not None or spec.head_scale is not None:
-        q = _apply_head_scale(q, spec, head_scale)
+    window = plain_number(window)
+    _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, key_ranges, return_weights, impl)
+    spec, power = _power(spec, p)
+    gain = _of_heads(
+        "head_scale", head_scale, q, None if spec.head_scale is not None else f"{spec!r} has no head_scale"
+    )
+    if gain is None and spec.head_scale not in (None, 1):
+        gain = q.new_full((q.shape[1],), spec.head_scale, dtype=working_dtype(q.dtype))
+    threshold = _of_heads(
+        "threshold", threshold, q, None if spec.learned_threshold else f"{spec!r} has no learned_threshold"
+    )
 
     if window is not None and causal and not return_weights and mask is cu_seqlens is key_lengths is key_ranges is None:
         k, v, window = _in_window(k, v, q.shape[2], window)
 
-    choice: str = "tiled" if impl == "auto" else impl
     if impl == "fused" or (impl == "auto" and q.is_cuda):
-        masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths, key_ranges))
-        obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
-        if obstacle is None:
-            return sdpa.sdpa_attention(q, k, v, spec, causal)
-        obstacle = fused.why_not(
-            q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
-        )
-        if obstacle is None:
-            view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
-            if not fused.is_lssa(spec):
-                return fused.activation_attention(q, k, v, spec, **view)
-            if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v):
-                tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
-                return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
-            return fused.fused_attention(q, k, v, p=spec.p, **view)
-        if impl == "fused":
-            raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
+        view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
+        o = _by_kernels(q, k, v, spec, gain, threshold, power, mask, key_ranges, return_weights, impl, **view)
+        if o is not None:
+            return o
 
     see = visibility(
         q.shape[2], k.shape[2], q.device, causal=causal, window=window, cu_seqlens=cu_seqlens, key_lengths=key_lengths,
         key_ranges=key_ranges, mask=mask,
     )  # fmt: skip
-    if choice == "reference":
-        o, w = safe_reference_attention(q, k, v, see.dense(k.shape[2]), spec)
+    if impl == "reference":
+        if power is not None:
+            spec = spec.replace(p=float(power))
+        o, w = safe_reference_attention(q, k, v, see, spec, gain, threshold)
         return (o, w) if return_weights else o
-    o = tiled_attention(q, k, v, see.start, see.stop, see.mask, spec)
+    _refuse_forward_mode(impl, q, k, v, gain, threshold)
+    o = tiled_attention(q, k, v, see, spec, gain=gain, threshold=threshold, p=power)
     if return_weights:
-        return o, tiled_attention_weights(q, k, v, see.start, see.stop, see.mask, spec)
+        return o, tiled_attention_weights(q, k, v, see, spec, gain=gain, threshold=threshold, p=power)
     return o
+
+
+def _by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, gain: Tensor | None, threshold: Tensor | None,
+    power: Tensor | None, mask: Tensor | None, key_ranges: Tensor | None, return_weights: bool, impl: str, *,
+    causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> Tensor | None:  # fmt: skip
+    """The output by PyTorch's fused kernels or ours; None where they do not apply and tiled has to do it."""
+    view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
+    masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths, key_ranges))
+    if gain is not None and not spec.cosine:  # dot products take the factor through q
+        q, gain = (q * gain[:, None, None]).to(q.dtype), None
+    obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
+    if obstacle is None:
+        return sdpa.sdpa_attention(q, k, v, spec, causal, gain)
+    obstacle = _why_not_fused(q, k, spec, gain, threshold, power, causal, key_lengths, window) or fused.why_not(
+        q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
+    )
+    if obstacle is None:
+        _refuse_forward_mode(impl, q, k, v)
+        if not fused.is_lssa(spec):
+            return fused.activation_attention(q, k, v, spec, **view)
+        if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v):
+            tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
+            return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
+        return fused.fused_attention(q, k, v, p=spec.p, **view)
+    if impl == "fused":
+        raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
+    return None
+
+
+def _why_not_fused(
+    q: Tensor, k: Tensor, spec: AttentionSpec, gain: Tensor | None, threshold: Tensor | None, power: Tensor | None,
+    causal: bool, key_lengths: Tensor | None, window: int | None,
+) -> str | None:  # fmt: skip
+    """What only the other implementations know: None, or a sentence a user can act on."""
+    if gain is not None:
+        return "the fused kernels take no head_scale for cosine scores; use impl='tiled'"
+    if threshold is not None or spec.threshold != 1:
+        return "the fused kernels subtract a threshold of 1; other thresholds need impl='tiled'"
+    if power is not None:
+        return "the fused kernels take p as a number, not as a tensor; use impl='tiled'"
+    if key_lengths is not None and q.shape[2] < k.shape[2] and (window is not None or (causal and q.shape[2] > 1)):
+        return "the fused kernels align queries to the keys' end, not to key_lengths; use impl='tiled'"
+    return None
+
+
+def _power(spec: AttentionSpec, p: Any) -> tuple[AttentionSpec, Tensor | None]:
+    """The spec with power p, or the tensor that takes the place of its power."""
+    if p is None:
+        return spec, None
+    if spec.p is None:
+        raise ValueError(f"p was given, but {spec.name!r} is not re-weighted (its p is None)")
+    if not isinstance(p, Tensor):
+        p = plain_number(p)
+        check_power(p)
+        if torch.compiler.is_compiling():  # a graph makes no specs
+            return spec, torch.tensor(float(p), dtype=torch.float64)
+        return spec.replace(p=p), None
+    if p.dim() != 0 or not p.is_floating_point() or p.device.type != "cpu" or p.requires_grad:
+        raise ValueError(
+            f"p must be a number, or a 0-dim float tensor on the CPU without gradient; got {_show(p)}"
+            + (" that requires one" if p.requires_grad else "")
+        )
+    if not torch.compiler.is_compiling():
+        check_power(float(p))
+    return spec, p
+
+
+def _of_heads(name: str, given: Any, q: Tensor, obstacle: str | None) -> Tensor | None:
+    """A learned number of each query head (Hq,), if one was given; `obstacle` says why none may be."""
+    if given is None:
+        return None
+    if obstacle is not None:
+        raise ValueError(f"{name} was given, but {obstacle}")
+    if not isinstance(given, Tensor) or given.shape != (q.shape[1],) or not given.is_floating_point():
+        raise ValueError(
+            f"{name} must be a float tensor of shape ({q.shape[1]},), one number per query head; got {_show(given)}"
+        )
+    if given.device != q.device:
+        raise ValueError(f"{name} must be on {q.device}, as q is; got {_show(given)}")
+    return given
+
+
+def _refuse_forward_mode(impl: str, *tensors: Tensor | None) -> None:
+    """Registered operators pass no forward gradient on, so that the result would be an exact zero."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            f"lssar.attention(impl={impl!r}) has no forward-mode derivative (torch.func.jvp, jacfwd); use "
+            "impl='reference', which has"
+        )
 
 
 def _in_window(k: Tensor, v: Tensor, queries: int, window: int) -> tuple[Tensor, Tensor, int | None]:
@@ -139,28 +241,24 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _apply_head_scale(q: Tensor, spec: AttentionSpec, head_scale: Tensor | None) -> Tensor:
-    if spec.head_scale is None:
-        raise ValueError(f"head_scale was given, but {spec!r} has no learned scale (its head_scale is None)")
-    if head_scale is None:
-        return q * spec.head_scale
-    if not isinstance(head_scale, Tensor) or head_scale.shape != (q.shape[1],):
-        raise ValueError(
-            f"head_scale must be a tensor of shape ({q.shape[1]},), one a query head; got {_show(head_scale)}"
-        )
-    return (q * head_scale[:, None, None]).to(q.dtype)
-
-
 def _show(x: Any) -> str:
-    return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)
+    if not isinstance(x, Tensor):
+        return repr(x)
+    if not _is_plain(x):
+        return f"a nested or sparse tensor ({x.layout})"
+    return f"{tuple(x.shape)} {x.dtype} on {x.device}"
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_nested
 
 
 def _check(
     q: Any, k: Any, v: Any, causal: Any, mask: Any, window: Any, cu_seqlens: Any, key_lengths: Any, key_ranges: Any,
-    impl: Any,
+    return_weights: Any, impl: Any,
 ) -> None:  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
+        if not isinstance(x, Tensor) or not _is_plain(x) or x.dim() != 4:
             raise ValueError(f"{name} must be a tensor (batch, heads, length, head size); got {_show(x)}")
         if x.dtype not in _DTYPES:
             raise ValueError(f"{name} must be float16, bfloat16, float32 or float64; got {_show(x)}")
@@ -174,10 +272,21 @@ def _check(
         raise ValueError(f"q and k must have one head size, at least 1; got {q.shape[3]} and {k.shape[3]}")
     if k.shape[1:3] != v.shape[1:3]:
         raise ValueError(f"k and v must have the same heads and length; got {tuple(k.shape)} and {tuple(v.shape)}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"query heads must be a multiple of key heads; got {q.shape[1]} and {k.shape[1]}")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False; got {_show(causal)}")
+    if min(q.shape[1], k.shape[1]) == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"query heads must be a multiple of key heads, at least one of each; got {q.shape[1]} and {k.shape[1]}"
+        )
+    if v.shape[3] == 0:
+        raise ValueError(f"v must have a head size of at least 1; got {_show(v)}")
+    for name, x in (("causal", causal), ("return_weights", return_weights)):
+        if not isinstance(x, bool):
+            raise ValueError(f"{name} must be True or False; got {_show(x)}")
+    if causal and q.shape[2] > k.shape[2] and mask is None and key_ranges is None:
+        raise ValueError(
+            f"causal=True with {q.shape[2]} queries and {k.shape[2]} keys: the queries are taken for the last rows, so "
+            f"that the first {q.shape[2] - k.shape[2]} of them would see nothing. For cross-attention give "
+            "causal=False; otherwise say what each row sees with mask or key_ranges"
+        )
     if impl not in _IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(map(repr, _IMPLEMENTATIONS))}; got {impl!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -189,23 +298,28 @@ def _check(
             raise ValueError("key_lengths and cu_seqlens cannot be combined: a packed batch has no padding")
         _check_integers("key_lengths", key_lengths)
         if key_lengths.shape != (q.shape[0],):
-            raise ValueError(f"key_lengths must have shape ({q.shape[0]},), one a batch row; got {_show(key_lengths)}")
+            raise ValueError(
+                f"key_lengths must have shape ({q.shape[0]},), one per batch row; got {_show(key_lengths)}"
+            )
         if not torch.compiler.is_compiling() and not key_lengths.is_cuda:
             low, high = (int(key_lengths.min()), int(key_lengths.max())) if q.shape[0] else (0, 0)
             if low < 0 or high > k.shape[2]:
                 raise ValueError(f"key_lengths must lie in 0..{k.shape[2]}; got {low}..{high}")
     if key_ranges is not None:
         shapes = [(b, q.shape[2], 2) for b in (q.shape[0], 1)]
-        if not isinstance(key_ranges, Tensor) or key_ranges.dtype not in (torch.int32, torch.int64):
+        integers = isinstance(key_ranges, Tensor) and key_ranges.dtype in (torch.int32, torch.int64)
+        if not integers or not _is_plain(key_ranges):
             raise ValueError(f"key_ranges must be an int32 or int64 tensor; got {_show(key_ranges)}")
         if tuple(key_ranges.shape) not in shapes:
-            raise ValueError(f"key_ranges must have shape {shapes[0]}, first and end a row; got {_show(key_ranges)}")
+            raise ValueError(
+                f"key_ranges must have shape {shapes[0]}, first and end of each row; got {_show(key_ranges)}"
+            )
     if cu_seqlens is not None:
         _check_pack(cu_seqlens, q, k)
 
 
 def _check_mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not _is_plain(mask):
         raise ValueError(f"mask must be a bool tensor, True where a row may see a key; got {_show(mask)}")
     if mask.device != device:
         raise ValueError(f"mask must be on {device}, as q is; got {_show(mask)}")
@@ -214,7 +328,8 @@ def _check_mask(mask: Any, shape: tuple[int, ...], device: torch.device) -> None
 
 
 def _check_integers(name: str, x: Any) -> None:
-    if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype not in (torch.int32, torch.int64):
+    integers = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
+    if not integers or not _is_plain(x) or x.dim() != 1:
         raise ValueError(f"{name} must be a 1-D int32 or int64 tensor; got {_show(x)}")
 
 
@@ -222,7 +337,7 @@ def _check_pack(cu_seqlens: Any, q: Tensor, k: Tensor) -> None:
     _check_integers("cu_seqlens", cu_seqlens)
     if q.shape[0] != 1 or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"cu_seqlens wants one packed batch row, (1, H, total, D), with as many queries as keys; got q "
+            f"cu_seqlens needs one packed batch row, (1, H, total, D), with as many queries as keys; got q "
             f"{tuple(q.shape)} and k {tuple(k.shape)}"
         )
     if cu_seqlens.shape[0] < 2:

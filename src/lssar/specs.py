@@ -3,10 +3,10 @@
 Nothing outside this file knows a mechanism by name: the implementations read the fields of an `AttentionSpec`.
 With S the scores, M' the visible entries and n_i the number of keys that row i may see, a row is made in four steps:
 
-    score       s_ij = scale * [log n_i] * q_i.k_j        (q, k L2-normalised first when `cosine`)
+    score       s_ij = scale * [log n_i] * [g_h] * q_i.k_j      (q, k L2-normalised first when `cosine`; g_h learned)
     activation  a_ij = phi(s_ij + b_i) on visible entries, 0 elsewhere
     normalise   A_i  = a_i / divisor_i, then optionally re-centred, negated
-    re-weight   A_i  = l1(ReLU(n_i A_i - o_i)^p), o_i = 1, but 0 where n_i <= 3
+    re-weight   A_i  = l1(ReLU(n_i A_i - o_i)^p), o_i = `threshold` (1 in the paper), but 0 where n_i <= 3
 
 `docs/mechanism.md` maps each equation and table of the paper to its line here.
 """
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+import numpy
 
 from lssar.configs import check_fields
 
@@ -40,7 +42,7 @@ class AttentionSpec:
     log_n: bool = False
     """Multiply the scores of row i by log n_i."""
     head_scale: float | None = None
-    """Initial value of a learned scale per query head (SSMax); None: no such scale."""
+    """Initial value of a learned factor of the scores, one per query head (SSMax, or a gain); None: no such factor."""
     activation: Activation = "exp"
     bias: Bias = "none"
     """Added to the scores: `-log_L` is a constant from `train_length`, `-log_n` follows the row."""
@@ -55,6 +57,10 @@ class AttentionSpec:
     negate: bool = False
     p: float | None = None
     """Power of the re-weighting, >= 1; None: no re-weighting."""
+    threshold: float = 1.0
+    """What the re-weighting subtracts, in means of the row. Above 1, a row may end up with no weight at all."""
+    learned_threshold: bool = False
+    """Whether the threshold is learned, one per query head, starting from `threshold`."""
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
@@ -63,21 +69,24 @@ class AttentionSpec:
                 raise ValueError(f"{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"name must be a non-empty string; got {self.name!r}")
-        for field in ("cosine", "log_n", "negate"):
+        for field in ("cosine", "log_n", "negate", "learned_threshold"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field} must be True or False; got {getattr(self, field)!r}")
-        if not _is_number(self.gamma) or not self.gamma > 0:
+        for field in ("gamma", "train_length", "head_scale", "p", "threshold"):
+            object.__setattr__(self, field, plain_number(getattr(self, field)))
+        if not is_number(self.gamma) or not self.gamma > 0:
             raise ValueError(f"gamma must be a finite number > 0; got {self.gamma!r}")
         if not isinstance(self.train_length, int) or isinstance(self.train_length, bool) or self.train_length < 1:
             raise ValueError(f"train_length must be an integer >= 1; got {self.train_length!r}")
-        if self.head_scale is not None:
-            if not _is_number(self.head_scale):
-                raise ValueError(f"head_scale must be a finite number or None; got {self.head_scale!r}")
-            if self.cosine:
-                raise ValueError("head_scale needs dot-product scores: with cosine=True the norm of q is divided out")
-        if self.p is not None:
-            if not _is_number(self.p) or not self.p >= 1:
-                raise ValueError(f"p must be a finite number >= 1, or None for no re-weighting; got {self.p!r}")
+        if self.head_scale is not None and not is_number(self.head_scale):
+            raise ValueError(f"head_scale must be a finite number or None; got {self.head_scale!r}")
+        if not is_number(self.threshold) or not self.threshold >= 0:
+            raise ValueError(f"threshold must be a finite number >= 0; got {self.threshold!r}")
+        if self.p is None:
+            if self.threshold != 1 or self.learned_threshold:
+                raise ValueError(f"a threshold is part of the re-weighting, and {self.name!r} has none (its p is None)")
+        else:
+            check_power(self.p)
             if self.divisor != "l1" or self.recentre != "none" or self.negate:
                 raise ValueError(
                     "re-weighting goes on a normalised mechanism (divisor='l1', not re-centred, not negated); "
@@ -141,8 +150,29 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+LARGEST_POWER = 3e38
+"""Largest p: what float32 holds."""
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy's as Python's own; anything else unchanged."""
+    if isinstance(value, numpy.generic) and not isinstance(value, numpy.bool_):
+        return value.item()
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is an int or float that is finite as a float."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # also for an int that float() would not take; False for NaN
+
+
+def check_power(p: Any) -> None:
+    """ValueError unless p is a power that re-weighting takes."""
+    if not is_number(p) or not 1 <= p <= LARGEST_POWER:
+        shown = "an integer too large for a float" if isinstance(p, int) and p > sys.float_info.max else repr(p)
+        raise ValueError(f"p must be a finite number >= 1 (at most {LARGEST_POWER:g}), or None for none; got {shown}")
 
 
 def _table(*specs: AttentionSpec) -> dict[str, AttentionSpec]:
@@ -201,13 +231,16 @@ def spec(base: str | AttentionSpec, /, **changes: Any) -> AttentionSpec:
 
 
 def parse_spec(text: str) -> AttentionSpec:
-    """A mechanism as it is written on a command line: `lssar`, or with numbers changed, `lssar,p=3`."""
+    """A mechanism as it is written on a command line: `lssar`, or with fields changed, `lssar,p=3`."""
     name, *changes = text.split(",")
-    fields = {}
+    fields: dict[str, Any] = {}
     for change in changes:
         field, _, value = change.partition("=")
+        if value in ("true", "false"):
+            fields[field] = value == "true"
+            continue
         try:
             fields[field] = float(value)
         except ValueError:
-            raise ValueError(f"{text!r}: wanted NAME or NAME,FIELD=NUMBER, e.g. lssar,p=3") from None
+            raise ValueError(f"{text!r}: expected NAME or NAME,FIELD=NUMBER (or true, false), e.g. lssar,p=3") from None
     return spec(name, **fields)

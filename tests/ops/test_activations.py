@@ -5,6 +5,7 @@ import torch
 
 import lssar
 from lssar.ops import fused
+from lssar.ops.reference import ACTIVATIONS
 from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, eager_runs, qkv, with_gradients
 
 pytest.importorskip("triton")
@@ -32,6 +33,29 @@ def named(name):
     return lssar.spec(name).reweighted(float(p)) if p else lssar.spec(name)
 
 
+def cancellation_floor(q, k, v, do, spec):
+    """Roundings left in dq, dk of rows without a threshold (n <= 3, causal), where terms cancel that are far larger.
+
+    The gradient of a score is p w (phi'/phi) (g_j - sum w g), and a row with one positive key has weight 1 there: both
+    terms are equal, and a small score of relu2 has phi'/phi = 2 / s.
+    """
+    q, k, v, do = (x.double() for x in (q, k, v, do))
+    groups, factor = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if spec.cosine:
+        q, k, factor = q / q.norm(dim=-1, keepdim=True), k / k.norm(dim=-1, keepdim=True), 4.0
+    s = (q @ k.mT * factor).requires_grad_()
+    visible = torch.ones_like(s).tril()
+    a = (s.exp() if spec.activation == "exp" else ACTIVATIONS[spec.activation](s)) * visible
+    (slope,) = torch.autograd.grad(a.sum(), s)
+    w = a.detach().abs() ** (spec.p or 1)
+    w = w / w.sum(-1, keepdim=True).clamp_min(1e-300)
+    relative = torch.where(a == 0, 0.0, slope / a.detach()).abs() * (spec.p or 1)
+    g = do.abs() @ v.abs().mT
+    ds = 4 * EPS[torch.float32] * w * relative * (g + (w * g).sum(-1, keepdim=True)) * factor
+    return 0.0, float((ds @ k.abs()).max()), float((ds.mT @ q.abs()).max()) * groups, 0.0
+
+
 def compare(spec, dtype, L=37, D=32, B=1, Hq=4, Hkv=2, note="", **view):
     view = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in view.items()}
     inputs = tuple(x.to(DEVICE) for x in qkv(B=B, Hq=Hq, Hkv=Hkv, Lq=L, Lk=L, D=D, dtype=dtype, grad=False))
@@ -40,7 +64,8 @@ def compare(spec, dtype, L=37, D=32, B=1, Hq=4, Hkv=2, note="", **view):
     ours = with_gradients(call, inputs, do)
     exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **view), inputs, do)
     runs = eager_runs(inputs, do, spec, dtype, exact, **view)
-    assert_within_twice_eager(ours, runs, exact, EPS[dtype], note)
+    floor = cancellation_floor(*inputs, do, spec) if L <= 3 and not view else (0.0, 0.0, 0.0, 0.0)
+    assert_within_twice_eager(ours, runs, exact, EPS[dtype], note, floor)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -7,7 +7,7 @@ import torch
 
 import lssar
 from lssar.ops.reference import reference_attention
-from tests.helpers import ALL_SPECS, qkv, views
+from tests.helpers import ALL_SPECS, LEARNED, qkv, views
 
 PHI = {
     "identity": lambda s: s,
@@ -38,6 +38,7 @@ def plain_row(q, keys, spec):
     if spec.cosine:
         s = [x / math.sqrt(dot(q, q) * dot(k, k)) for x, k in zip(s, keys)]
     s = [x * (math.log(d) if spec.scale == "log_d" else d**-0.5) * (math.log(n) if spec.log_n else 1) for x in s]
+    s = [x * (1 if spec.head_scale is None else spec.head_scale) for x in s]
     s = [x - {"none": 0, "-log_L": math.log(spec.train_length), "-log_n": math.log(n)}[spec.bias] for x in s]
     row = [PHI[spec.activation](x) for x in s]
     if spec.divisor == "l1":
@@ -53,18 +54,17 @@ def plain_row(q, keys, spec):
     if spec.negate:
         row = [-a for a in row]
     if spec.p is not None:
-        row = plain_l1([max(n * a - (1 if n > 3 else 0), 0.0) ** spec.p for a in row])
+        row = plain_l1([max(n * a - (spec.threshold if n > 3 else 0), 0.0) ** spec.p for a in row])
     return row
 
 
-@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
+@pytest.mark.parametrize("spec", (ALL_SPECS | LEARNED).values(), ids=ALL_SPECS | LEARNED)
 @pytest.mark.parametrize("view", ["causal", "full", "mask", "window", "padding", "ranges"])
 def test_rows_equal_the_formulas(spec, view):
     B, H, L = 2, 2, 9
     q, k, v = qkv(B=B, Hq=H, Hkv=1, Lq=L, Lk=L, D=4, grad=False)
     options = views(B, H, L)[view]
     o, w = lssar.attention(q, k, v, spec, impl="reference", return_weights=True, **options)
-    head_scale = spec.head_scale or 1
     allowed = options.get("mask", torch.ones(1, 1, L, L, dtype=torch.bool)).expand(B, H, L, L)
     for b in range(B):
         for h in range(H):
@@ -78,7 +78,7 @@ def test_rows_equal_the_formulas(spec, view):
                     and j < (options["key_lengths"][b] if "key_lengths" in options else L)
                     and ("key_ranges" not in options or j in range(*options["key_ranges"][b, i].tolist()))
                 ]
-                row = plain_row((q[b, h, i] * head_scale).tolist(), [k[b, 0, j].tolist() for j in seen], spec)
+                row = plain_row(q[b, h, i].tolist(), [k[b, 0, j].tolist() for j in seen], spec)
                 expected = torch.zeros(L, dtype=torch.float64)
                 expected[seen] = torch.tensor(row, dtype=torch.float64)
                 torch.testing.assert_close(w[b, h, i], expected, rtol=1e-9, atol=1e-12)

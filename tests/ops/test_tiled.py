@@ -5,7 +5,16 @@ import torch
 
 import lssar
 from lssar.ops import tiled
-from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, qkv, views, with_gradients
+from tests.helpers import (
+    ALL_SPECS,
+    LEARNED,
+    assert_within_twice_eager,
+    eager,
+    pairwise,
+    qkv,
+    views,
+    with_gradients,
+)
 
 VIEWS = list(views(1, 4, 19))
 HALF_EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
@@ -15,17 +24,17 @@ def spec_ids(specs):
     return pytest.mark.parametrize("spec", specs.values(), ids=specs)
 
 
-@pytest.fixture(params=["one strip", "many strips"])
-def strips(request, monkeypatch):
+def cut(monkeypatch, many: bool) -> None:
     """Tiny strips, so that a short test crosses many of their borders."""
-    if request.param == "many strips":
+    if many:
         monkeypatch.setattr(tiled, "CPU_STRIP", 64)
         monkeypatch.setattr(tiled, "MAX_ROWS", 8)
 
 
-@spec_ids(ALL_SPECS)
-@pytest.mark.parametrize("view", VIEWS)
-def test_equals_reference_in_float64(spec, view, strips):
+@pytest.mark.parametrize(("name", "view", "many"), pairwise([*ALL_SPECS, *LEARNED], VIEWS, (False, True)))
+def test_equals_reference_in_float64(name, view, many, monkeypatch):
+    cut(monkeypatch, many)
+    spec = (ALL_SPECS | LEARNED)[name]
     inputs = qkv(B=1, Lq=19, Lk=19, Dv=5)
     options = views(1, 4, 19)[view]
     do = torch.randn(1, 4, 19, 5, dtype=torch.float64)
@@ -35,11 +44,13 @@ def test_equals_reference_in_float64(spec, view, strips):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * float(b.abs().max()))
 
 
-@spec_ids(ALL_SPECS)
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
-@pytest.mark.parametrize("view", ["causal", "full", "mask", "pack"])
-def test_gradcheck(spec, impl, view):
+@pytest.mark.parametrize(
+    ("name", "view", "impl"),
+    pairwise([*ALL_SPECS, *LEARNED], ["causal", "full", "mask", "pack"], ["reference", "tiled"]),
+)
+def test_gradcheck(name, view, impl):
     """GQA throughout: four query heads on two key heads."""
+    spec = (ALL_SPECS | LEARNED)[name]
     inputs = qkv(B=1, Lq=9, Lk=9, D=4)
     options = views(1, 4, 9)[view]
     assert torch.autograd.gradcheck(
@@ -55,11 +66,9 @@ def test_gradcheck_entry_by_entry(spec, impl):
     assert torch.autograd.gradcheck(lambda *x: lssar.attention(*x, spec, impl=impl), inputs)
 
 
-@spec_ids(ALL_SPECS)
-@pytest.mark.parametrize("dtype", HALF_EPS, ids=str)
-@pytest.mark.parametrize("view", ["causal", "mask"])
-def test_error_is_bounded_by_what_eager_loses(spec, dtype, view):
-    B, L = 2, 111
+@pytest.mark.parametrize(("name", "dtype", "view"), pairwise(ALL_SPECS, HALF_EPS, ["causal", "mask"]), ids=str)
+def test_error_is_bounded_by_what_eager_loses(name, dtype, view):
+    B, L, spec = 2, 111, ALL_SPECS[name]
     inputs = qkv(B=B, Lq=L, Lk=L, D=32, dtype=dtype, grad=False)
     options = views(B, 4, L)[view]
     do = torch.randn(B, 4, L, 32).to(dtype)
@@ -72,9 +81,11 @@ def test_error_is_bounded_by_what_eager_loses(spec, dtype, view):
     assert_within_twice_eager(ours, [low], exact, HALF_EPS[dtype])
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 111, 257])
-@pytest.mark.parametrize("name", ["lssar", "lssa", "softmax"])
-def test_odd_lengths(length, name, strips):
+@pytest.mark.parametrize(
+    ("length", "name", "many"), pairwise([1, 2, 3, 4, 5, 63, 111, 257], ["lssar", "lssa", "softmax"], (False, True))
+)
+def test_odd_lengths(length, name, many, monkeypatch):
+    cut(monkeypatch, many)
     inputs = qkv(B=2, Lq=length, Lk=length)
     do = torch.randn(2, 4, length, 6, dtype=torch.float64)
     exact = with_gradients(lambda *x: lssar.attention(*x, name, impl="reference"), inputs, do)
@@ -87,6 +98,10 @@ def test_odd_lengths(length, name, strips):
 @pytest.mark.parametrize("causal", [True, False])
 def test_queries_and_keys_of_different_length(queries, keys, causal):
     inputs = qkv(Lq=queries, Lk=keys)
+    if causal and queries > keys:
+        with pytest.raises(ValueError, match="For cross-attention give causal=False"):
+            lssar.attention(*inputs)
+        return
     do = torch.randn(2, 4, queries, 6, dtype=torch.float64)
     exact = with_gradients(lambda *x: lssar.attention(*x, causal=causal, impl="reference"), inputs, do)
     ours = with_gradients(lambda *x: lssar.attention(*x, causal=causal, impl="tiled"), inputs, do)
@@ -119,14 +134,16 @@ def test_a_row_that_sees_nothing_is_zero_and_passes_no_gradient():
 def test_operator_is_registered_properly():
     q, k, v = qkv(Lq=5, Lk=5)
     bounds = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
-    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, lssar.spec("lssar").literal))
+    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, None, None, None, lssar.spec("lssar").literal))
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax", "cosine_softmax"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("masked", [False, True])
-def test_strided_inputs(name, dtype, masked, strips):
+@pytest.mark.parametrize(
+    ("name", "dtype", "masked", "many"),
+    pairwise(["lssar", "softmax", "cosine_softmax"], [torch.float32, torch.float64], (False, True), (False, True)),
+)
+def test_strided_inputs(name, dtype, masked, many, monkeypatch):
     """(B, L, H, D) transposed, as a model's projections give it: values, and what reaches each input's gradient."""
+    cut(monkeypatch, many)
     inputs = tuple(torch.randn(3, 7, heads, 6, dtype=torch.float64) for heads in (4, 2, 2))
     mask = torch.rand(7, 7) > 0.3 if masked else None  # with a mask the compiled kernel stands back
     do = torch.randn(3, 4, 7, 6, dtype=torch.float64)
@@ -144,14 +161,15 @@ def test_strided_inputs(name, dtype, masked, strips):
 def test_operator_is_registered_properly_for_strided_inputs():
     q, k, v = (torch.randn(2, 5, 4, 6).transpose(1, 2).requires_grad_() for _ in range(3))
     bounds = torch.zeros(1, 5, dtype=torch.int64), torch.arange(1, 6)[None]
-    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, lssar.spec("lssar").literal))
+    torch.library.opcheck(tiled.tiled_forward, (q, k, v, *bounds, None, None, None, None, lssar.spec("lssar").literal))
 
 
 def test_memory_is_linear_in_length():
     """Scratch follows the strip budget, not the length squared."""
     q, k, v = qkv(B=1, Hq=1, Hkv=1, Lq=4096, Lk=4096, D=4, dtype=torch.float32, grad=False)
     start, stop = torch.zeros(1, 4096, dtype=torch.int64), torch.arange(1, 4097)[None]
-    problem = tiled._Problem(q, k, v, start, stop, None, lssar.spec("lssar").literal, wide=False)
+    call = tiled._Call(q, k, v, start, stop, None, None, None, lssar.spec("lssar"))
+    problem = tiled._Problem(call, wide=False)
     tiled._forward(problem)
     tiled._backward(problem, torch.ones_like(q))
     assert sum(x.numel() for x in problem.scratch.memory.values()) <= 6 * tiled.CPU_STRIP < 4096**2 / 4

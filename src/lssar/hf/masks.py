@@ -24,6 +24,8 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from lssar.visibility import query_positions
+
 CODE = torch.int32
 FEWEST_KEYS = 3
 """With fewer keys a mask of integers could be mistaken for a code, so there are none."""
@@ -127,9 +129,9 @@ def _encode(
     """The shortest code for ranges (B, Lq); the fused kernels take the first two kinds."""
     q_length = first.shape[1]
     if fused_on(device):
-        rows = torch.arange(kv_length - q_length, kv_length, device=device)
         lengths = end[:, -1]
-        causal = ((first == 0) | (first >= end)) & (end == torch.minimum(rows + 1, lengths[:, None]))
+        rows = query_positions(q_length, kv_length, device, lengths)
+        causal = ((first == 0) | (first >= end)) & (end == torch.minimum(rows + 1, lengths[:, None]).clamp_min(0))
         if bool(causal.all()):
             return lengths.to(CODE)[:, None, None, None]
         if q_length > 1 and int(before) == 0:  # query i stands at key i

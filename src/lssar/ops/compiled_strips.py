@@ -73,7 +73,7 @@ def _functions(spec: AttentionSpec) -> tuple[Function, Function]:
         rows = row_math.weigh(s, n, spec, hide, buffer, factor, training=True, wide=False)
         dv = torch.bmm(rows.w.mT, do * rows.scale)
         ds = torch.bmm(do, v.mT)
-        factor = row_math.backpropagate(rows, ds, n, spec, hide, buffer) * factor
+        factor = row_math.backpropagate(rows, ds, n, spec, hide, buffer)[0] * factor
         return torch.bmm(ds, k) * factor, torch.bmm(ds.mT, q * factor), dv
 
     compiled = partial(torch.compile, fullgraph=True, dynamic=True)

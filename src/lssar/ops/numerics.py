@@ -30,7 +30,7 @@ def unit(x: Tensor) -> Tensor:
 def unit_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.detach().abs().amax(-1, keepdim=True)
     zero = largest == 0
-    x = x / largest.masked_fill(zero, 1)
+    x = x / largest.masked_fill(zero, torch.inf)  # also for the gradient
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).masked_fill(zero, 1)
     return x / norm, largest * norm
 
@@ -111,14 +111,24 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 class _Cast(torch.autograd.Function):
     """Cast up; the gradient comes back saturated rather than infinite."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:
-        ctx.dtype, ctx.from_finite = x.dtype, from_finite
-        return x.to(dtype)
+    def forward(x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:
+        return x.to(dtype, copy=True)  # a view would share its forward gradient with x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, ctx.wide, ctx.from_finite = inputs
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_):
+        return tangent.to(ctx.wide)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return settle(grad, ctx.dtype, ctx.from_finite), None, None
+        return narrow(grad, ctx.dtype, ctx.from_finite), None, None
 
 
 def widen(x: Tensor, dtype: torch.dtype, from_finite: bool = False) -> Tensor:
@@ -134,18 +144,28 @@ def extreme(*tensors: Tensor) -> bool:
     return False
 
 
-def tame_rows(x: Tensor) -> Tensor:
+def limit_rows(x: Tensor) -> Tensor:
     """Float64, rows scaled down to WIDE_LIMIT where they exceed it: the scores of such a row saturate anyway."""
     x = x.double()
     return x * (WIDE_LIMIT / x.detach().abs().amax(-1, keepdim=True).clamp_min(WIDE_LIMIT))
 
 
-def tame(x: Tensor) -> tuple[Tensor, float]:
-    """Float64, all of it scaled down to WIDE_LIMIT where it exceeds that, and the scale: for what enters linearly."""
+def limit_heads(x: Tensor, key_heads: int) -> tuple[Tensor, Tensor]:
+    """Float64, scaled down to WIDE_LIMIT where it exceeds that, and the scales (B, key_heads, 1, 1).
+
+    For what enters the result linearly. Heads that share a key head share a scale, because their gradients are added.
+    """
     x = x.double()
-    largest = float(x.detach().abs().max()) if x.numel() else 0.0
-    scale = WIDE_LIMIT / max(WIDE_LIMIT, largest)
-    return x * scale, scale
+    if x.numel() == 0:
+        return x, x.new_ones(x.shape[0], key_heads, 1, 1)
+    largest = x.detach().abs().unflatten(1, (key_heads, -1)).amax((2, 3, 4))[..., None, None]
+    scale = WIDE_LIMIT / largest.clamp_min(WIDE_LIMIT)
+    return x * per_query_head(scale, x.shape[1]), scale
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """(B, key heads, ...) -> (B, heads, ...): what query heads share, for each of them."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
 
 
 SCORE_LIMIT = 1e15
@@ -160,6 +180,11 @@ def in_range(x: Tensor) -> Tensor:
     return x * (SCORE_LIMIT / largest.clamp_min(SCORE_LIMIT))
 
 
+def may_branch(*tensors: Tensor) -> bool:
+    """Whether values can be read here; under `vmap` there are many at a time."""
+    return not any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
+
+
 def finite(*tensors: Tensor) -> bool:
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # a graph cannot branch on a value
@@ -167,7 +192,7 @@ def finite(*tensors: Tensor) -> bool:
     return all(bool(x.sum().isfinite()) or bool(x.isfinite().all()) for x in tensors)
 
 
-def settle(x: Tensor, dtype: torch.dtype, from_finite: bool) -> Tensor:
+def narrow(x: Tensor, dtype: torch.dtype, from_finite: bool = True) -> Tensor:
     """Saturate a wide-range result; what even float64 cannot hold is 0, unless the input itself was not finite."""
     limit = torch.finfo(dtype).max
     x = x.nan_to_num(nan=0.0 if from_finite else torch.nan, posinf=limit, neginf=-limit)

@@ -5,29 +5,36 @@ Shape letters: B batch, H query heads, Lq, Lk lengths, D head size. Every other 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lssar.ops.containment import NonFinite, without_nonfinite
 from lssar.ops.numerics import (
     EXP_LIMIT,
     FIRST_ROWS,
+    WIDE_LIMIT,
     eps_of,
     extreme,
     finite,
     fixed_divisor,
     flat_tolerance,
+    limit_heads,
+    limit_rows,
+    may_branch,
+    narrow,
+    per_query_head,
     saturate,
     score_bias,
     score_factor,
-    settle,
-    tame,
-    tame_rows,
     unit,
     widen,
     working_dtype,
 )
 from lssar.specs import AttentionSpec
+from lssar.visibility import Visibility
 
 ACTIVATIONS = {
     "identity": lambda s: s,
@@ -42,24 +49,27 @@ ACTIVATIONS = {
 
 
 def l1(a: Tensor) -> Tensor:
-    """a / sum |a|; a row of zeros stays zero."""
+    """a / sum |a|; a row of zeros stays zero, with zero gradient."""
     total = a.abs().sum(-1, keepdim=True)
-    return a / total.masked_fill(total == 0, 1)
+    return a / total.masked_fill(total == 0, torch.inf)
 
 
-def scores(q: Tensor, k: Tensor, n: Tensor, spec: AttentionSpec) -> Tensor:
+def scores(q: Tensor, k: Tensor, factor: Tensor, n: Tensor, spec: AttentionSpec) -> Tensor:
     if spec.cosine:
         q, k = unit(q), unit(k)
-    return (q @ k.mT) * score_factor(n, q.shape[-1], spec) + score_bias(n, spec)
+    return (q @ k.mT) * factor + score_bias(n, spec)
 
 
-def reweight(a: Tensor, visible: Tensor, n: Tensor, p: float, tolerance: Tensor) -> Tensor:
-    """Eq. 5 on A = l1(a), in the form that neither overflows nor underflows: see docs/derivations.md."""
+def reweight(a: Tensor, visible: Tensor, n: Tensor, p: float, threshold: Tensor | float, tolerance: Tensor) -> Tensor:
+    """Eq. 5 on A = l1(a), in the form that neither overflows nor underflows: see docs/derivations.md.
+
+    `threshold` is o_i, in means of the row.
+    """
     total = a.abs().sum(-1, keepdim=True)
-    threshold = (total / n.clamp_min(1)).masked_fill(n <= FIRST_ROWS, 0)
-    spread = (a.amax(-1, keepdim=True) - threshold).detach()
-    flat = (spread.abs() <= tolerance) & (total > 0) & (n > FIRST_ROWS)
-    z = F.relu(a - threshold) / spread.masked_fill(flat | (spread <= 0), 1)
+    tau = threshold * (total / n.clamp_min(1)).masked_fill(n <= FIRST_ROWS, 0)
+    spread = (a.amax(-1, keepdim=True) - tau).detach()
+    flat = (spread.abs() <= tolerance) & (total > 0) & (n > FIRST_ROWS) & (threshold == 1)
+    z = F.relu(a - tau) / spread.masked_fill(flat | (spread <= 0), 1)
     return torch.where(flat, visible / n.clamp_min(1), l1(z.masked_fill(flat, 0) ** p))
 
 
@@ -72,7 +82,10 @@ def recentre(w: Tensor, visible: Tensor, n: Tensor, then_l1: bool, tolerance: Te
     return l1(w.masked_fill(w.detach().abs().sum(-1, keepdim=True) <= tolerance, 0))
 
 
-def weights(s: Tensor, visible: Tensor, n: Tensor, d: int, spec: AttentionSpec, wide: bool = False) -> Tensor:
+def weights(
+    s: Tensor, visible: Tensor, n: Tensor, factor: Tensor, spec: AttentionSpec, threshold: Tensor | float,
+    wide: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention weights (B, H, Lq, Lk) from scores; `visible` is bool, n (B, H, Lq, 1) counts it along the row."""
     s_max = s.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True).masked_fill(n == 0, 0)
     if spec.activation != "exp":
@@ -82,10 +95,10 @@ def weights(s: Tensor, visible: Tensor, n: Tensor, d: int, spec: AttentionSpec, 
     else:
         a = torch.where(visible, s.clamp_max(EXP_LIMIT) if wide else s, -torch.inf).exp()
 
-    bound = score_factor(n, d, spec) if spec.cosine else s_max.abs()
+    bound = factor.detach().abs() if spec.cosine else s_max.abs()
     tolerance = flat_tolerance(a.detach().amax(-1, keepdim=True), bound, spec, eps_of(s.dtype))
     if spec.p is not None:
-        return reweight(a, visible, n, spec.p, tolerance)
+        return reweight(a, visible, n, spec.p, threshold, tolerance)
     w = l1(a) if spec.divisor == "l1" else a / fixed_divisor(n, spec)
     if spec.recentre != "none":
         w = recentre(w, visible, n, spec.recentre == "mean_l1", tolerance)
@@ -93,30 +106,90 @@ def weights(s: Tensor, visible: Tensor, n: Tensor, d: int, spec: AttentionSpec, 
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, wide: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Output and weights in the dtype of the inputs; `visible` bool, broadcastable to (B, H, Lq, Lk)."""
-    groups = q.shape[1] // k.shape[1]
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, wide: bool = False,
+    gain: Tensor | None = None, threshold: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and weights in the dtype of the inputs; `visible` bool, broadcastable to (B, H, Lq, Lk).
+
+    `gain` (H,) multiplies the scores; `threshold` (H,) takes the place of the spec's.
+    """
+    groups = q.shape[1] // max(1, k.shape[1])
     if groups > 1:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     visible = visible.expand(*visible.shape[:2], q.shape[2], k.shape[2])
     n = visible.sum(-1, keepdim=True).to(q.dtype)
-    w = scores(q, k, n, spec)
+    factor = score_factor(n, q.shape[-1], spec)
+    if gain is not None:
+        factor = factor * gain.to(q.dtype)[:, None, None]
+    w = scores(q, k, factor, n, spec)
     if w.numel() > 0:
-        w = weights(w, visible, n, q.shape[-1], spec, wide)
+        o = spec.threshold if threshold is None else threshold.to(q.dtype)[:, None, None]
+        w = weights(w, visible, n, factor, spec, o, wide)
     return w @ v, w
 
 
 def safe_reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """`reference_attention` for users: half types in float32, and float64 where float32's range might not do."""
-    dtype, working = q.dtype, working_dtype(q.dtype)
+    q: Tensor, k: Tensor, v: Tensor, see: Visibility, spec: AttentionSpec, gain: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference_attention` for users: half types in float32, float64 where float32's range might not do.
+
+    NaN and inf in the inputs stay within the rows that see them: see containment.py.
+    """
     with torch.autocast(q.device.type, enabled=False):
-        o, w = reference_attention(widen(q, working), widen(k, working), widen(v, working), visible, spec)
-        if (finite(o, w) and not extreme(q, k, v)) or not finite(q, k, v):
-            return saturate(o, dtype), saturate(w, dtype)
-        q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))
-        v, scale = tame(v)
-        o, w = reference_attention(tame_rows(q), tame_rows(k), v, visible, spec, wide=True)
-        return settle(o / scale, dtype, True), settle(w, dtype, True)
+        visible = see.dense(k.shape[2])
+        given = [x for x in (q, k, v, gain, threshold) if x is not None]
+        if may_branch(*given) and not finite(*given):
+            o, w = _Contained.apply(q, k, v, gain, threshold, see, spec)
+            return o, w
+        return _any_range(q, k, v, visible, spec, gain, threshold)
+
+
+def _any_range(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec, gain: Tensor | None, threshold: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Output and weights of finite inputs, in float64 where the working dtype's range might not do."""
+    dtype, working = q.dtype, working_dtype(q.dtype)
+    numbers: dict[str, Any] = {"gain": gain, "threshold": threshold}
+    o, w = reference_attention(widen(q, working), widen(k, working), widen(v, working), visible, spec, **numbers)
+    if not may_branch(q, k, v) or (finite(o, w) and not extreme(q, k, v)):
+        return saturate(o, dtype), saturate(w, dtype)
+    q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))
+    v, scale = limit_heads(v, v.shape[1])
+    if gain is not None:
+        numbers["gain"] = widen(gain, torch.float64, from_finite=True).clamp(-WIDE_LIMIT, WIDE_LIMIT)
+    o, w = reference_attention(limit_rows(q), limit_rows(k), v, visible, spec, wide=True, **numbers)
+    return narrow(o / per_query_head(scale, o.shape[1]), dtype), narrow(w, dtype)
+
+
+class _Contained(torch.autograd.Function):
+    """`_any_range` for inputs that are not all finite: NaN only where a row that sees those entries has a part."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, gain, threshold, see: Visibility, spec: AttentionSpec):
+        ctx.see, ctx.spec = see, spec
+        ctx.save_for_backward(q, k, v, gain, threshold)
+        found = NonFinite(q, k, v, see, gain, threshold)
+        q, k, v, gain, threshold = (x if x is None else without_nonfinite(x) for x in (q, k, v, gain, threshold))
+        o, w = _any_range(q, k, v, see.dense(k.shape[2]), spec, gain, threshold)
+        return found.output(o), found.weights(w)
+
+    @staticmethod
+    def backward(ctx, do: Tensor, dw: Tensor):
+        given = ctx.saved_tensors
+        found = NonFinite(*given[:3], ctx.see, *given[3:])
+        leaves: list[Any] = [None if x is None else without_nonfinite(x).detach().requires_grad_() for x in given]
+        q, k, v, *numbers = leaves
+        with torch.enable_grad():
+            o, w = _any_range(q, k, v, ctx.see.dense(k.shape[2]), ctx.spec, *numbers)
+        asked = [x for x in leaves if x is not None]
+        grads = iter(
+            torch.autograd.grad((o, w), asked, (without_nonfinite(do), without_nonfinite(dw)), allow_unused=True)
+        )
+        dq, dk, dv, *of_heads = (None if x is None else next(grads) for x in leaves)
+        assert dq is not None and dk is not None and dv is not None
+        do = do + torch.where(dw.isfinite().all(-1, keepdim=True), 0.0, torch.nan)  # what reaches a row's weights
+        # A learned number of a head has a part in every row of it.
+        lost = found.rows_without_gradient(do).any(2).any(0).squeeze(-1)
+        of_heads = [None if x is None else x.masked_fill(lost, torch.nan) for x in of_heads]
+        return *found.gradients(dq, dk, dv, do), *of_heads, None, None

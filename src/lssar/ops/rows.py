@@ -43,6 +43,8 @@ class Rows:
     a: Tensor  # (N, R, K), activations, 0 where hidden
     y: Tensor | None = None  # re-weighted: z^(p-1), 0 in flat rows
     kappa: Tensor | None = None  # re-weighted: p / (amax - tau); re-centred: 1 / sum a
+    mean: Tensor | None = None  # re-weighted: (N, R, 1), of |a|, 0 in the first rows
+    threshold: Tensor | None = None  # re-weighted: (N, R, 1), in means; None: the spec's
     s: Tensor | None = None  # scores, where the derivative cannot be had from a
 
 
@@ -73,19 +75,23 @@ def power(z: Tensor, p: float, out: Tensor, spare: Tensor) -> Tensor:
 
 
 def weigh(
-    s: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, factor: Tensor, training: bool, wide: bool
-) -> Rows:
-    """Turn a strip of scores into weights. `s` is overwritten; `factor` (N, R, 1) is what q.k was multiplied by."""
+    s: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, factor: Tensor, training: bool, wide: bool,
+    threshold: Tensor | None = None,
+) -> Rows:  # fmt: skip
+    """Turn a strip of scores into weights. `s` is overwritten; `factor` (N, R, 1) is what q.k was multiplied by.
+
+    `threshold` (N, R, 1) takes the place of the spec's.
+    """
     if spec.bias != "none":
         s += score_bias(n, spec)
     if spec.activation == "exp":
         if spec.divisor != "l1" and wide:
             s.clamp_max_(EXP_LIMIT)
         hide(s, -torch.inf)
-    score_bound = factor
+    score_bound = factor.abs()
     if spec.activation == "exp" or (spec.p is not None and not spec.cosine):
         s_max = _row_max(s, n, hide)
-        score_bound = factor if spec.cosine else s_max.abs()
+        score_bound = score_bound if spec.cosine else s_max.abs()
         if spec.activation == "exp" and spec.divisor == "l1":
             s -= s_max
 
@@ -97,7 +103,7 @@ def weigh(
         hide(a, 0.0)
 
     if spec.p is not None:
-        rows = _reweight(a, n, spec, hide, buffer, score_bound, training)
+        rows = _reweight(a, n, spec, hide, buffer, score_bound, training, threshold)
     elif spec.divisor != "l1":
         rows = Rows(w=a, scale=1 / fixed_divisor(n, spec), a=a)
     else:
@@ -110,18 +116,29 @@ def weigh(
     return rows
 
 
-def backpropagate(rows: Rows, dw: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer) -> Tensor:
-    """dw (N, R, K), the gradient of the final weights, becomes that of the scores, but for the returned row factor."""
+def backpropagate(
+    rows: Rows, dw: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer
+) -> tuple[Tensor, Tensor | None]:
+    """dw (N, R, K), the gradient of the final weights, becomes that of the scores, but for the returned row factor.
+
+    Also returns the gradient of the thresholds (N, R, 1), where the rows have their own.
+    """
+    d_threshold = None
     if spec.p is not None:
         assert rows.y is not None and rows.kappa is not None
         dot = torch.mul(rows.w, dw, out=buffer("t")).sum(-1, keepdim=True).mul_(rows.scale)
         g = dw.sub_(dot).mul_(rows.y)
-        mean = (g.sum(-1, keepdim=True) / n.clamp_min(1)).masked_fill(n <= FIRST_ROWS, 0)
+        total = g.sum(-1, keepdim=True)
+        factor = rows.scale * rows.kappa
+        if rows.threshold is not None:
+            assert rows.mean is not None
+            d_threshold = -total * factor * rows.mean
+        mean = (total / n.clamp_min(1)).masked_fill_(n <= FIRST_ROWS, 0)
+        mean = mean * (spec.threshold if rows.threshold is None else rows.threshold)
         if spec.signed:
             g.addcmul_(rows.a.sign(), mean, value=-1)
         else:
             g.sub_(mean)
-        factor = rows.scale * rows.kappa
     else:
         factor = torch.ones_like(n)
         if spec.recentre != "none":
@@ -140,7 +157,7 @@ def backpropagate(rows: Rows, dw: Tensor, n: Tensor, spec: AttentionSpec, hide: 
                 dw.sub_(dot)
         factor = factor * l1_scale
     _activation_backward_(dw, rows, spec, hide, buffer)
-    return factor
+    return factor, d_threshold
 
 
 def _row_max(s: Tensor, n: Tensor, hide: Hide) -> Tensor:
@@ -161,7 +178,7 @@ def _activate_(s: Tensor, spec: AttentionSpec, factor: Tensor) -> Tensor:
     match spec.activation:
         case "softplus":
             bounded = spec.cosine and not torch.compiler.is_compiling()  # a compiled graph cannot branch on a value
-            return softplus_(s, float(factor.max()) if bounded else float("inf"))
+            return softplus_(s, float(factor.abs().max()) if bounded else float("inf"))
         case "exp":
             return s.exp_()
         case "relu":
@@ -209,8 +226,9 @@ def _activation_backward_(da: Tensor, rows: Rows, spec: AttentionSpec, hide: Hid
 
 
 def _reweight(
-    a: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, score_bound: Tensor, training: bool
-) -> Rows:
+    a: Tensor, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, score_bound: Tensor, training: bool,
+    threshold: Tensor | None,
+) -> Rows:  # fmt: skip
     assert spec.p is not None
     total = _abs_sum(a, spec, buffer)
     if spec.signed:
@@ -219,9 +237,13 @@ def _reweight(
     if spec.signed:
         hide(a, 0.0)
         a_max.masked_fill_(n == 0, 0)
-    tau = (total / n.clamp_min(1)).masked_fill_(n <= FIRST_ROWS, 0)
+    mean = (total / n.clamp_min(1)).masked_fill_(n <= FIRST_ROWS, 0)
+    o = spec.threshold if threshold is None else threshold
+    tau = mean * o
     spread = a_max - tau
-    flat = (spread.abs() <= flat_tolerance(a_max, score_bound, spec, eps_of(a.dtype))) & (total > 0) & (n > FIRST_ROWS)
+    # Other thresholds are not at the mean, so that a flat row is all above or all below and needs no rule of its own.
+    tolerance = flat_tolerance(a_max, score_bound, spec, eps_of(a.dtype))
+    flat = (spread.abs() <= tolerance) & (total > 0) & (n > FIRST_ROWS) & (o == 1)
     spread = torch.where(flat | (spread <= 0), torch.inf, spread)
 
     # Divided, not multiplied by a reciprocal: the largest z is exactly 1, and the gradient of a needle exactly 0.
@@ -241,7 +263,9 @@ def _reweight(
         norm = torch.where(flat, n, norm)
         if y is not None:
             y.masked_fill_(flat, 0)
-    return Rows(w=w, scale=_reciprocal(norm), a=a, y=y, kappa=spec.p / spread)
+    return Rows(
+        w=w, scale=_reciprocal(norm), a=a, y=y, kappa=spec.p / spread, mean=mean, threshold=threshold
+    )  # fmt: skip
 
 
 def _recentre(rows: Rows, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, score_bound: Tensor) -> Rows:

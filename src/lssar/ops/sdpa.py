@@ -34,7 +34,10 @@ def why_not(
     return None
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal: bool) -> Tensor:
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal: bool, gain: Tensor | None = None
+) -> Tensor:
+    """`gain` (Hq,): a factor of the scores, given with cosine scores only."""
     queries, keys = q.shape[2], k.shape[2]
     causal = causal and queries > 1  # a single query is the last one: it sees all
     mask = None
@@ -50,6 +53,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal:
         if causal:
             n = torch.arange(keys - queries + 1, keys + 1, device=q.device).float()
         q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
+    if gain is not None:
+        q = (q * gain[:, None, None]).to(q.dtype)
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -30,7 +30,8 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("batch", "key_heads", "group", "queries", "keys", "head_size", "value_size")
         ),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "d_out", "out", "d_q", "d_k", "d_v", "start", "stop")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "d_out", "out", "d_q", "d_k", "d_v")),
+        *((name, ctypes.c_void_p) for name in ("gain", "threshold", "d_gain", "d_threshold", "start", "stop")),
         *((f"{name}_{axis}_stride", ctypes.c_int64) for name in ("start", "stop") for axis in ("batch", "query")),
         *((name, ctypes.c_int64) for name in ("activation", "cosine", "log_n", "reweighted", "normalize")),
         ("scale", ctypes.c_double),
@@ -76,10 +77,11 @@ def isa() -> str | None:
 
 
 def supports(q: Tensor, spec: AttentionSpec, mask: Tensor | None) -> bool:
+    """Whether it computes this; half types go through float32."""
     return (
         _library is not None
         and q.device.type == "cpu"
-        and q.dtype == torch.float32
+        and q.dtype != torch.float64
         and mask is None
         and _covers(spec)
         and isa() is not None
@@ -93,37 +95,47 @@ def _covers(spec: AttentionSpec) -> bool:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, *, normalize: bool = False
-) -> Tensor:
-    """Output (B, Hq, Lq, Dv); start and stop are (B, Lq).
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, *,
+    gain: Tensor | None = None, threshold: Tensor | None = None, normalize: bool = False,
+) -> Tensor:  # fmt: skip
+    """Output (B, Hq, Lq, Dv); start and stop are (B, Lq), gain and threshold (Hq,).
 
     Where the spec is cosine, q and k are unit vectors already, or with `normalize` of any length.
     """
     o = q.new_empty(*q.shape[:3], v.shape[3])
-    _run(q, k, v, start, stop, spec, normalize, out=o)
+    _run(q, k, v, start, stop, spec, normalize, gain=gain, threshold=threshold, out=o)
     return o
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, *,
-    normalize: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v as they are given here."""
+    gain: Tensor | None = None, threshold: Tensor | None = None, normalize: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of q, k and v as they are given here, and of gain and threshold for each row (B, Hq, Lq)."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
-    _run(q, k, v, start, stop, spec, normalize, d_out=do, d_q=dq, d_k=dk, d_v=dv)
-    return dq, dk, dv
+    d_gain, d_threshold = (None if x is None else q.new_empty(q.shape[:3]) for x in (gain, threshold))
+    _run(
+        q, k, v, start, stop, spec, normalize, gain=gain, threshold=threshold, d_out=do, d_q=dq, d_k=dk, d_v=dv,
+        d_gain=d_gain, d_threshold=d_threshold,
+    )  # fmt: skip
+    return dq, dk, dv, d_gain, d_threshold
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, normalize: bool, **others: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec, normalize: bool, *,
+    gain: Tensor | None, threshold: Tensor | None, **others: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills the outputs among `others`, which are contiguous."""
     (B, Hq, Lq, D), (_, Hkv, Lk, Dv) = q.shape, v.shape
-    if min(B, Lq, Lk, Dv) == 0:  # nothing to see
-        for x in others.values():
-            x.zero_()
+    if min(B, Hkv, Lq, Lk, Dv) == 0:  # nothing to see
+        for name, x in others.items():
+            if x is not None and name != "d_out":
+                x.zero_()
         return
-    tensors = {"q": q, "k": k, "v": v, **others}
-    tensors = {name: x.contiguous() for name, x in tensors.items()}  # outputs are contiguous already
+    if threshold is None and spec.threshold != 1:
+        threshold = torch.full((Hq,), spec.threshold)
+    given = {"q": q, "k": k, "v": v, "gain": gain, "threshold": threshold, **others}
+    tensors = {name: x.contiguous() for name, x in given.items() if x is not None}
     start, stop = (x.to(torch.int64) for x in (start, stop))
     assert _library is not None
     problem = _Problem(

@@ -7,8 +7,10 @@
 /* What turns the gradient of the weights of a row into that of its scores. */
 struct row_gradient {
     struct gradient_sums sums;
-    float origin, w_dot_g, mean; /* sweeps.h */
+    float origin, w_dot_g; /* sweeps.h */
+    float mean;   /* over the row, of the gradient of z but for the row's factor: what reaches the threshold */
     float scale;  /* of the weights: 1 / norm */
+    float slope;  /* of the gradient of the scores */
     float factor; /* of the gradient of q.k */
 };
 
@@ -63,9 +65,10 @@ static void finish_rows(const struct strip *S, struct row_gradient *G)
         G[r].w_dot_g = (float)w_dot_g;
         G[r].scale = (float)scale;
         G[r].mean = n > FIRST_ROWS ? (float)((G[r].sums.y_g - w_dot_g * G[r].sums.y) / n) : 0;
-        G[r].factor = (float)scale * S->factor[r];
+        G[r].slope = (float)scale;
         if (P->reweighted)
-            G[r].factor *= (float)P->p * S->weighting[r].inverse;
+            G[r].slope *= (float)P->p * S->weighting[r].inverse;
+        G[r].factor = G[r].slope * S->factor[r];
     }
 }
 
@@ -81,7 +84,7 @@ static void score_gradients(const struct strip *S, int64_t b, const struct row_g
                                 G[r].w_dot_g);
         } else if (!S->flat[r]) {
             differentiate_reweighted((enum activation)P->activation, a, g, whole.from, whole.to, &S->weighting[r],
-                                     G[r].origin, G[r].w_dot_g, G[r].mean, S->p);
+                                     G[r].origin, G[r].w_dot_g, S->threshold[r] * G[r].mean, S->p);
         } else {
             fill(a, seen.from, seen.to, 1);
             whole.from = whole.to = 0;
@@ -129,6 +132,26 @@ static void multiply_gradients(const struct strip *S, int64_t b)
     }
 }
 
+/* Gradients of q, and each row's part of those of gain and threshold, once W->sum holds ds k but for the factor. */
+static void write_row_gradients(const struct strip *S, const struct row_gradient *G, int64_t row, float *d_q)
+{
+    const struct problem *P = S->problem;
+    const struct workspace *W = S->space;
+    int64_t size = P->head_size;
+    for (int r = 0; r < S->rows; r++, d_q += size) {
+        const float *sum = W->sum + r * W->k_stride, *unit = W->q + r * size;
+        float factor = S->sign[r] * G[r].factor;
+        if (P->d_gain)
+            P->d_gain[row + r] = S->sign[r] * G[r].slope * S->before_gain[r] * dot_rows(unit, sum, size);
+        if (P->d_threshold)
+            P->d_threshold[row + r] = -G[r].mean * (float)S->total[r] * G[r].slope;
+        for (int64_t d = 0; d < size; d++)
+            d_q[d] = sum[d] * factor;
+        if (P->normalize)
+            through_norm(d_q, unit, S->inverse_norm[r], size);
+    }
+}
+
 /* Gradient of q for the strip that starts at `row` of the key head; adds to the task's gradients of k and v. */
 static void backward_strip(struct strip *S, int64_t batch, const float *q, const float *d_out, float *d_q, int64_t row,
                            int count)
@@ -138,8 +161,13 @@ static void backward_strip(struct strip *S, int64_t batch, const float *q, const
     q += row * P->head_size;
     d_out += row * P->value_size;
     d_q += row * P->head_size;
+    int64_t all_rows = P->group * P->queries, place = (batch * P->key_heads + S->key_head) * all_rows + row;
     if (!open_strip(S, batch, row, count)) {
         memset(d_q, 0, sizeof(float) * (size_t)(count * P->head_size));
+        if (P->d_gain)
+            memset(P->d_gain + place, 0, sizeof(float) * (size_t)count);
+        if (P->d_threshold)
+            memset(P->d_threshold + place, 0, sizeof(float) * (size_t)count);
         return;
     }
     size_t padded_rows = (size_t)(S->tiles * TILE_ROWS);
@@ -169,12 +197,7 @@ static void backward_strip(struct strip *S, int64_t batch, const float *q, const
         score_gradients(S, b, G);
         multiply_gradients(S, b);
     }
-    for (int r = 0; r < count; r++, d_q += P->head_size) {
-        for (int64_t d = 0; d < P->head_size; d++)
-            d_q[d] = W->sum[r * W->k_stride + d] * factor[r];
-        if (P->normalize)
-            through_norm(d_q, W->q + r * P->head_size, S->inverse_norm[r], P->head_size);
-    }
+    write_row_gradients(S, G, place, d_q);
 }
 
 #endif

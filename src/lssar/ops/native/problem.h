@@ -16,12 +16,15 @@ struct problem {
     const float *d_out; /* like out; NULL in the forward */
     float *out;         /* (batch, key_heads, group * queries, value_size) */
     float *d_q, *d_k, *d_v;
+    const float *gain;      /* (key_heads * group), factors of the scores; NULL: 1 */
+    const float *threshold; /* (key_heads * group), o of the re-weighting, in means; NULL: 1 */
+    float *d_gain, *d_threshold; /* (batch, key_heads, group * queries): each row's part; NULL where not wanted */
     const int64_t *start, *stop; /* keys that a query sees: element [b][i] at b * batch_stride + i * query_stride */
     int64_t start_batch_stride, start_query_stride, stop_batch_stride, stop_query_stride;
     int64_t activation; /* enum activation */
     int64_t cosine, log_n, reweighted;
     int64_t normalize; /* q and k are to be divided by their norms here; gradients are of q and k as given */
-    double scale; /* scores are q.k * scale, and * log n where log_n */
+    double scale; /* scores are q.k * scale, * log n where log_n, * gain */
     double p;
     int64_t threads;
     void (*parallel)(void (*work)(void *), void *data, unsigned threads, unsigned flags); /* GOMP_parallel, or NULL */

@@ -33,7 +33,7 @@ struct workspace {
     float *gradients; /* room for d_k and d_v of a head that is one task */
     /* of the strip */
     float *a, *g;       /* (blocks, strip_rows, BLOCK_STRIDE): activations or weights, and gradients of the same */
-    float *q;           /* (strip_rows, head_size), normalised where asked */
+    float *q;           /* (strip_rows, head_size), normalised where asked, times the sign of the gain */
     float *q_padded;    /* (strip_rows, k_stride), times the factor of the gradient */
     float *d_out;       /* (strip_rows, value_size) */
     float *d_out_padded; /* (strip_rows, v_stride), times the factor of the weights */
@@ -44,6 +44,7 @@ struct workspace {
 struct strip {
     const struct problem *problem;
     struct workspace *space;
+    int64_t key_head;
     struct power_of p;
     float least_z; /* the least z whose power p is a normal number */
     int rows, tiles;        /* rows are padded to whole tiles with rows that see nothing */
@@ -54,7 +55,10 @@ struct strip {
     int first[MAX_STRIP_ROWS], last[MAX_STRIP_ROWS]; /* keys that a row sees, [first, last); 0, 0 if none */
     int tile_first[MAX_STRIP_ROWS / TILE_ROWS], tile_last[MAX_STRIP_ROWS / TILE_ROWS]; /* their union in a tile's rows */
     float inverse_norm[MAX_STRIP_ROWS]; /* of q, where it is to be normalised */
-    float factor[MAX_STRIP_ROWS];  /* what q.k is multiplied by; log n makes it 0 where n is 1 */
+    float factor[MAX_STRIP_ROWS];  /* what q.k is multiplied by, >= 0; log n makes it 0 where n is 1 */
+    float before_gain[MAX_STRIP_ROWS]; /* the factor without the head's gain */
+    float sign[MAX_STRIP_ROWS];      /* of the gain: q is multiplied by it */
+    float threshold[MAX_STRIP_ROWS]; /* in means of the row */
     double total[MAX_STRIP_ROWS];  /* sum of activations */
     struct maxima max[MAX_STRIP_ROWS];
     int64_t peak_block[MAX_STRIP_ROWS]; /* where the largest score is */
@@ -135,7 +139,12 @@ static int open_strip(struct strip *S, int64_t batch, int64_t row, int count)
             S->common_last = S->last[r] < S->common_last ? S->last[r] : S->common_last;
         }
         int n = S->last[r] - S->first[r];
-        S->factor[r] = P->log_n ? logf((float)(n > 1 ? n : 1)) * (float)P->scale : (float)P->scale;
+        int64_t head = S->key_head * P->group + (r < count ? (row + r) / P->queries : 0);
+        float gain = P->gain ? P->gain[head] : 1;
+        S->before_gain[r] = P->log_n ? logf((float)(n > 1 ? n : 1)) * (float)P->scale : (float)P->scale;
+        S->factor[r] = S->before_gain[r] * fabsf(gain);
+        S->sign[r] = gain < 0 ? -1 : 1;
+        S->threshold[r] = P->threshold ? P->threshold[head] : 1;
     }
     for (int t = 0; t < S->tiles; t++) {
         S->tile_first[t] = INT32_MAX;
@@ -177,7 +186,8 @@ static void multiply_few_rows(const struct strip *S, int64_t b)
     }
 }
 
-static float factor_of(const struct strip *S, int r) { return fmaxf(S->factor[r], LEAST_FACTOR); }
+/* At least LEAST_FACTOR; NaN stays. */
+static float factor_of(const struct strip *S, int r) { return S->factor[r] < LEAST_FACTOR ? LEAST_FACTOR : S->factor[r]; }
 
 /* Scores of all blocks; activations (softplus) or the row maxima (exp). Hidden entries become 0 (softplus). */
 static void score(struct strip *S)
@@ -234,19 +244,19 @@ static void set_thresholds(struct strip *S)
     for (int r = 0; r < S->rows; r++) {
         int n = S->last[r] - S->first[r];
         float total = (float)S->total[r], a_max = P->activation == EXP ? (n ? 1.0f : 0.0f) : S->max[r].a;
-        float tau = n <= FIRST_ROWS ? 0 : total / (float)n;
+        float tau = n <= FIRST_ROWS ? 0 : S->threshold[r] * (total / (float)n);
         float spread = a_max - tau;
         float bound = P->cosine ? S->factor[r] : fabsf(S->max[r].s);
         float tolerance = FLAT_ULPS * FLT_EPSILON * (1 + bound); /* times the slope, which is at most 1 */
-        S->flat[r] = n > FIRST_ROWS && total > 0 && fabsf(spread) <= tolerance;
+        S->flat[r] = n > FIRST_ROWS && S->threshold[r] == 1 && total > 0 && fabsf(spread) <= tolerance;
         if (S->flat[r] && P->activation == SOFTPLUS)
             S->flat[r] = fabsf(spread) <= tolerance * -expm1f(-a_max);
         float inverse = S->flat[r] || spread <= 0 ? 0 : 1 / spread;
-        if (!isfinite(total)) /* a comparison would take it for "below the threshold" */
+        if (!isfinite(total + tau)) /* a comparison would take it for "below the threshold" */
             inverse = NAN;
         /* Below `least` z^p is no normal number any more: 0 instead, since denormal operands slow the products. */
         float least = inverse > 0 ? spread * S->least_z : 0;
-        S->weighting[r] = (struct reweighting){tau, inverse, isfinite(total) ? least : NAN};
+        S->weighting[r] = (struct reweighting){tau, inverse, isfinite(total + tau) ? least : NAN};
         S->norm[r] = S->flat[r] ? n : 0;
     }
 }
@@ -274,9 +284,12 @@ static void load_queries(struct strip *S, const float *q)
     const struct problem *P = S->problem;
     struct workspace *W = S->space;
     int64_t count = S->rows, padding = S->tiles * TILE_ROWS - count;
+    float scale[MAX_STRIP_ROWS];
     if (P->normalize)
         inverse_norms(q, count, P->head_size, S->inverse_norm);
-    copy_padded(q, count, P->head_size, P->normalize ? S->inverse_norm : NULL, W->q, P->head_size);
+    for (int r = 0; r < count; r++)
+        scale[r] = P->normalize ? S->sign[r] * S->inverse_norm[r] : S->sign[r];
+    copy_padded(q, count, P->head_size, scale, W->q, P->head_size);
     memset(W->q + count * P->head_size, 0, sizeof(float) * (size_t)(padding * P->head_size));
 }
 

@@ -101,6 +101,7 @@ static void run_task(struct plan *plan, struct strip *S, const struct task *task
     struct workspace *W = S->space;
     int64_t head = task->batch * P->key_heads + task->key_head, rows = P->group * P->queries;
     const float *q = P->q + head * rows * P->head_size;
+    S->key_head = task->key_head;
     if (P->d_out) {
         W->d_k = plan->parts == 1 ? W->gradients : plan->partial + (head * plan->parts + task->part) * gradient_floats(P);
         W->d_v = W->d_k + gradient_rows(P) * W->k_stride;
