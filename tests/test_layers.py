@@ -26,6 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layouts": {"configs", "specs"},
     "ops": BASE,
     "attention": OPERATOR,
+    "functional": OPERATOR,
+    "testing": OPERATOR,
     "nn": OPERATOR,
     "model": OPERATOR | {"nn"},
     "data": DATA,
@@ -40,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commands": EXPERIMENTS | {"report", "benchmark", "hf"},
     "cli": set(),  # lssar_cli, outside the package, imports commands by name
     "__main__": set(),
-    "__init__": MODEL,
+    "__init__": MODEL | {"functional"},
 }
 """For each module or folder directly under `lssar`, the others that it may import."""
 
