@@ -47,6 +47,7 @@ def hold(folder: Path, purpose: str) -> Iterator[None]:
     `purpose` completes "a process is ..." in that message, for example "training".
     """
     folder = Path(folder)
+    created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     release = _take(folder / LOCK, purpose)
     if release is None:
@@ -55,6 +56,9 @@ def hold(folder: Path, purpose: str) -> Iterator[None]:
         yield
     finally:
         release()
+        if created:
+            with contextlib.suppress(OSError):  # a folder in which nothing was written is not left behind
+                folder.rmdir()
 
 
 def held(folder: Path) -> bool:

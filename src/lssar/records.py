@@ -155,6 +155,28 @@ def read_json(path: Path, kind: type | None = None) -> Any:
     return value
 
 
+SEAL = "checksum"
+"""Key of a JSON object's own checksum, over its other keys."""
+
+
+def write_sealed_json(path: Path, record: dict[str, Any], overwrite: bool = False) -> Path:
+    """Write a JSON object with its checksum in it, so that `read_sealed_json` notices any later change."""
+    return write_json(path, {**record, SEAL: _seal(record)}, overwrite)
+
+
+def read_sealed_json(path: Path) -> dict[str, Any]:
+    """The object that `write_sealed_json` wrote, without the checksum. An object that has none is not checked."""
+    record = read_json(path, dict)
+    expected = record.pop(SEAL, None)
+    if expected is not None and expected != _seal(record):
+        raise ValueError(f"{path} is damaged, or was changed by hand; if it is as you want it, remove {SEAL!r} from it")
+    return record
+
+
+def _seal(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 _JSON_NAMES = {dict: "object", list: "array"}
 
 

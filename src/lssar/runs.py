@@ -41,8 +41,8 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> Path:
-        """The newest checkpoint."""
-        found = checkpoints.latest(self.folder)
+        """The newest undamaged checkpoint; a message on stderr names any that is passed over."""
+        found = checkpoints.newest(self.folder)
         if found is None:
             raise FileNotFoundError(f"{self.folder} has no finished checkpoint yet")
         return found
@@ -50,7 +50,7 @@ class Run:
     @property
     def step(self) -> int:
         """Training step of the checkpoint."""
-        return int(self.checkpoint.name.removeprefix("step-"))
+        return checkpoints.step_of(self.checkpoint)
 
     def model(self) -> GPT:
         """A new model with the weights of the checkpoint, in evaluation mode, on the device."""

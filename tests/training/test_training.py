@@ -12,40 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from lssar.data.shards import write_shard
 from lssar.model import GPT
 from lssar.training import recipe, train
 from lssar.training.checkpoints import checkpoints, latest
 from lssar.training.loop import load_run
 from lssar.training.metrics import SpikeDetector, read_metrics
 from lssar.training.recipes import RECIPES, Recipe, learning_rate
+from tests.training.counting import losses, tiny, write_counting
 
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
-    """Text with something to learn: bytes that count up, from random starts."""
-    folder = tmp_path_factory.mktemp("shards")
-    rng = np.random.default_rng(0)
-    for split, documents in (("train", 200), ("val", 20)):
-        runs = [
-            np.concatenate([[63], (rng.integers(60) + np.arange(rng.integers(20, 60))) % 60]) for _ in range(documents)
-        ]
-        write_shard(folder / f"count_{split}_000000.bin", np.concatenate(runs), 64)
-    return folder
-
-
-def tiny(shards: Path, **changes) -> Recipe:
-    base = dict(
-        size="tiny", data=str(shards), vocab_size=64, length=32, steps=12, batch_tokens=256, micro_batch=4, warmup=2,
-        lr=3e-3, dtype="float32", compile=False, eval_every=6, eval_batches=2, save_every=4,
-    )  # fmt: skip
-    return Recipe(**(base | changes))
-
-
-def losses(run: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(run)]
+    return write_counting(tmp_path_factory.mktemp("shards"))
 
 
 def test_a_run_learns_and_records(shards, tmp_path):
@@ -150,7 +130,7 @@ def test_other_settings_train_and_resume(shards, tmp_path, changes):
 
 def test_a_folder_holds_one_run(shards, tmp_path):
     train(tiny(shards, steps=1), tmp_path)
-    with pytest.raises(ValueError, match=r"holds a run with other settings: lr=0\.003"):
+    with pytest.raises(ValueError, match=r"lr is 0\.003 there and 0\.001 here.*--out"):
         train(tiny(shards, steps=1, lr=1e-3), tmp_path)
 
 
@@ -220,3 +200,22 @@ def test_validation_compiles_nothing_more(shards, tmp_path, monkeypatch):
     row = train(tiny(shards, compile=True), tmp_path / "compiled")
     assert row["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
     assert len(compiled) == 1
+
+
+def test_metrics_go_to_tensorboard_if_asked(shards, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tiny(shards, steps=6), tmp_path, stop_after=0.0, log=["tensorboard"])
+    train(tiny(shards, steps=6), tmp_path, log=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("loss")] == list(range(1, 7))
+    assert [point.value for point in events.Scalars("loss")] == pytest.approx(losses(tmp_path))
+
+
+def test_a_missing_logger_is_said_before_training(shards, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"lssar\[wandb\]"):
+        train(tiny(shards), tmp_path, log=["wandb"])
+    assert checkpoints(tmp_path) == []

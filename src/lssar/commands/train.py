@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import os
 import sys
 import textwrap
@@ -17,10 +16,14 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from lssar.commands.common import TrainingLine, UsageError, console
-from lssar.training.recipes import RECIPES, Recipe
+from lssar.training.metrics import Logger
+from lssar.training.recipes import RECIPES, Recipe, read_recipe
 
 SECTIONS = {"size": "model", "data": "data", "steps": "optimisation", "seed": "run"}
 """Groups of flags in `lssar train RECIPE --help`, by the field of `Recipe` that each begins with."""
+
+NOT_IN_RECIPE = ("out", "stop_after", "log")
+"""Flags of `lssar train` that are not part of the recipe."""
 
 
 @dataclass
@@ -30,6 +33,7 @@ class Train:
     recipe: Recipe
     out: Path
     stop_after: float | None = None
+    log: tuple[Logger, ...] = ()
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Train:
@@ -42,7 +46,7 @@ class Train:
         if name in RECIPES:
             recipe, out = RECIPES[name], None
         elif config.exists():
-            recipe, out = Recipe.from_dict(json.loads(config.read_text())["recipe"]), Path(name)
+            recipe, out = read_recipe(Path(name)), Path(name)
         elif name.startswith("-"):
             raise UsageError(f"`lssar train` wants a recipe ({', '.join(RECIPES)}) or a run folder before its flags")
         else:
@@ -52,10 +56,10 @@ class Train:
             config=(tyro.conf.OmitArgPrefixes,),
         )  # fmt: skip
         values = {key: value for section in vars(flags).values() for key, value in vars(section).items()}
-        out, stop_after = values.pop("out"), values.pop("stop_after")
+        out, stop_after, log = (values.pop(name) for name in NOT_IN_RECIPE)
         recipe = Recipe(**values)
         power = f"-p{recipe.p:g}" if recipe.p is not None else ""
-        return cls(recipe, out or Path("runs") / f"{name}-{recipe.attention}{power}-seed{recipe.seed}", stop_after)
+        return cls(recipe, out or Path("runs") / f"{name}-{recipe.attention}{power}-seed{recipe.seed}", stop_after, log)
 
     def run(self) -> None:
         from lssar.training.loop import train
@@ -65,7 +69,7 @@ class Train:
             console.print(f"run folder: {self.out}", highlight=False)
         began = time.monotonic()
         with TrainingLine(self.recipe.steps, str(self.recipe.attention)) as line:
-            last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after)
+            last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after, log=self.log)
         finished = last["step"] >= self.recipe.steps
         if main:
             done = "finished" if finished else "stopped and saved"
@@ -99,18 +103,21 @@ def sections() -> dict[str, list[str]]:
         if field.name in SECTIONS:
             names = grouped.setdefault(SECTIONS[field.name], [])
         names.append(field.name)
-    return {**grouped, "run": ["out", "stop_after", *grouped["run"]]}
+    return {**grouped, "run": [*NOT_IN_RECIPE, *grouped["run"]]}
 
 
 def flags_for(recipe: Recipe, out: Path | None) -> Any:
     """A dataclass with one dataclass of flags for each section, whose defaults are the recipe's values."""
     hints, helps = get_type_hints(Recipe, include_extras=True), field_docs(Recipe)
-    hints |= {"out": Path | None, "stop_after": float | None}
+    hints |= {"out": Path | None, "stop_after": float | None, "log": tuple[Logger, ...]}
     helps |= {
         "out": "Run folder; runs/RECIPE-ATTENTION-SEED, if not given. A run that is there already is resumed.",
         "stop_after": "Seconds after which to save and stop; the same command resumes.",
+        "log": "Where to send the metrics besides metrics.jsonl: tensorboard, wandb (each needs its package).",
     }
-    defaults = {"out": out, "stop_after": None} | {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
+    defaults = {"out": out, "stop_after": None, "log": ()} | {
+        f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)
+    }
     made = []
     for section, names in sections().items():
         fields = [

@@ -13,7 +13,7 @@ import numpy as np
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
 from lssar.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_dict
-from lssar.records import checksum, read_json, warn, write_json
+from lssar.records import checksum, read_json, read_sealed_json, warn, write_json, write_sealed_json
 
 MANIFEST = "manifest.json"
 STDLIB = "stdlib"
@@ -144,7 +144,7 @@ def find_data(data: str, run: Path) -> Path:
 
 def _checked_manifest(file: Path) -> dict[str, Any]:
     """The manifest, with the fields that every reader relies on checked for presence and type."""
-    record = read_json(file, dict)
+    record = read_sealed_json(file)
     for key, kind in (("vocab_size", int), ("eot", int), ("tokenizer", dict)):
         if not isinstance(record.get(key), kind) or isinstance(record[key], bool):
             found = repr(record[key]) if key in record else "nothing"
@@ -203,4 +203,4 @@ def write_stdlib(folder: Path) -> None:
         "tokenizer": tokenizer.to_dict(),
         "splits": {split: {"shards": [file.name], "sha256": [checksum(file)]} for split, file in files.items()},
     }
-    write_json(folder / MANIFEST, record, overwrite=True)
+    write_sealed_json(folder / MANIFEST, record, overwrite=True)

@@ -29,7 +29,7 @@ from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
 from lssar.locks import hold
-from lssar.records import check_name, checksum, environment, naming, read_json, write_json
+from lssar.records import check_name, checksum, environment, naming, read_sealed_json, write_sealed_json
 
 _SAFE_POINT_SECONDS = 10.0
 _FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
@@ -177,7 +177,7 @@ class _Job:
 
     def _progress(self) -> tuple[dict[str, Any], Status]:
         """What the progress file says, checked."""
-        saved = read_json(self.progress_file, dict)
+        saved = read_sealed_json(self.progress_file)
         try:
             status = Status(**saved["status"])
             settings, sinks = saved["identity"]["settings"], saved["sinks"]
@@ -246,7 +246,7 @@ class _Job:
         sinks = {split: sink.flush() for split, sink in self.sinks.items()}
         record = {"identity": self.identity, "status": asdict(status), "sinks": sinks}
         with naming(self.progress_file):
-            write_json(self.progress_file, record, overwrite=True)
+            write_sealed_json(self.progress_file, record, overwrite=True)
 
     def end(self, status: Status) -> Path:
         if not status.tokens["train"]:
@@ -282,7 +282,7 @@ class _Job:
             "environment": environment(),
         }
         with naming(self.out / MANIFEST):
-            manifest = write_json(self.out / MANIFEST, record, overwrite=True)
+            manifest = write_sealed_json(self.out / MANIFEST, record, overwrite=True)
         self.progress_file.unlink(missing_ok=True)
         return manifest
 

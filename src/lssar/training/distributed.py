@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +38,29 @@ class Processes:
     def any(self, flag: bool) -> bool:
         """True everywhere if it is anywhere: a signal may reach one process only."""
         return flag if self.size == 1 else bool(self.mean(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def from_main(self, value: int) -> int:
+        """The main process's value, everywhere."""
+        if self.size == 1:
+            return value
+        told = torch.tensor(value, device=self.device)
+        dist.broadcast(told, 0)
+        return int(told)
+
+    def on_main(self, act: Callable[[], Any]) -> None:
+        """Call `act` in the main process while the others wait; if it fails, all fail."""
+        error: Exception | None = None
+        if self.main:
+            try:
+                act()
+            except Exception as caught:
+                error = caught
+        failed = self.from_main(int(error is not None))
+        if error is not None:
+            raise error
+        if failed:
+            time.sleep(2)  # torchrun ends all processes once one has failed: the main one first reports its error
+            raise ValueError("process 0 could not start; its message says why")
 
     def barrier(self) -> None:
         if self.size > 1:

@@ -3,172 +3,216 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lssar.data.batches import TokenBatches
+from lssar.data.batches import Batch
+from lssar.data.folder import DataFolder
+from lssar.locks import hold
 from lssar.model import GPT
-from lssar.records import environment, write_json
-from lssar.training import checkpoints
+from lssar.training import checkpoints, start
 from lssar.training.distributed import Processes, distribute, gradient_sync, world
-from lssar.training.metrics import Metrics, SpikeDetector, flops_per_token, peak_flops
+from lssar.training.metrics import Logger, Metrics, SpikeDetector, flops_per_token, peak_flops
 from lssar.training.optimisers import make_optimisers
-from lssar.training.recipes import Recipe, learning_rate, power
+from lssar.training.recipes import Recipe, learning_rate, power, read_recipe
 from lssar.training.sources import open_data
 
 Report = Callable[[dict[str, Any]], None]
 
 
+class TrainingDiverged(ValueError):
+    """Loss or gradients were not finite for too long; the last finite checkpoint is kept."""
+
+
 def train(
-    recipe: Recipe, run: Path, report: Report = lambda row: None, stop_after: float | None = None
+    recipe: Recipe,
+    run: Path,
+    report: Report = lambda row: None,
+    stop_after: float | None = None,
+    log: Sequence[Logger] = (),
 ) -> dict[str, Any]:
-    """Train into the folder `run`, going on from its last checkpoint if there is one.
+    """Train into the folder `run`, resuming from its newest undamaged checkpoint if there is one.
 
-    `report` is called with each row of metrics (main process only). The run ends early, with a checkpoint, on SIGTERM
-    or SIGINT, or after `stop_after` seconds. Returns the last row.
+    `report` is called with each row of metrics (main process only); `log` names services that receive them as well. The
+    run ends early, with a checkpoint, on SIGTERM or SIGINT, or after `stop_after` seconds. Returns the last row.
+    Raises TrainingDiverged when loss or gradients stay non-finite, and FolderInUse if another process trains there.
     """
-    with world() as w, stop_signal() as stopped:
-        torch.manual_seed(recipe.seed)
-        if w.main:
-            _claim(run, recipe, w)
-        w.barrier()
-        model = GPT(recipe.model()).to(w.device)
-        module = distribute(model, recipe.parallel, w)
-        optimisers = make_optimisers(model, recipe)
-        micro_steps = recipe.micro_steps(w.size)
-        train_data, val_data = open_data(recipe, run, w)
-        val_start = val_data.state_dict() if val_data is not None else {}
-        step = 0
-        if (found := checkpoints.latest(run)) is not None:
-            state = checkpoints.restore(found, model, optimisers)
-            train_data.load_state_dict(state["data"])
-            step = state["step"]
-        if recipe.compile:
-            model.compile()
-        forward = _forward(module, recipe, w)
-
-        def save() -> None:
-            checkpoints.save(run, step, model, optimisers, {"data": train_data.state_dict()}, w, recipe.keep)
-
-        metrics = Metrics(run, step) if w.main else None
-        spike = SpikeDetector()
-        speed = _Speed(recipe, model, w)
-        began = time.monotonic()
-        row: dict[str, Any] = {"step": step}
-        batches = iter(train_data)
-        while step < recipe.steps:
-            rate = learning_rate(recipe, step)
-            p = power(recipe, step)
-            model.set_power(p)
-            for group in (group for optimiser in optimisers for group in optimiser.param_groups):
-                group["lr"] = rate * group["rate_factor"]
-            loss = torch.zeros((), device=w.device)
-            for micro in range(micro_steps):
-                with gradient_sync(module, micro == micro_steps - 1):
-                    part = forward(next(batches)) / micro_steps
-                    part.backward()
-                loss += part.detach()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            for optimiser in optimisers:
-                optimiser.step()
-                optimiser.zero_grad(set_to_none=True)
-            step += 1
-
-            value = float(w.mean(loss))
-            row = {
-                "step": step,
-                "loss": value,
-                "grad_norm": float(norm),
-                "lr": rate,
-                "tokens": step * recipe.batch_tokens,
-            }
-            row |= speed(step) | ({} if p is None else {"p": p})
-            row["spike"] = spike(value)
-            row["finite"] = bool(torch.isfinite(loss) & torch.isfinite(norm))
-            last = step == recipe.steps
-            if val_data is not None and (step % recipe.eval_every == 0 or last):
-                val_data.load_state_dict(val_start)
-                row["val_loss"] = _validate(val_data, forward, recipe, w)
-                speed.pause()
+    run = Path(run)
+    with world() as w, _alone(run, w), stop_signal() as stopped:
+        recipe, data = start.resolve(recipe, run, w)
+        trainer = _Trainer(recipe, data, run, w)
+        start.record(recipe, data, run, w)
+        trainer.resume()
+        metrics = Metrics(run, trainer.step, log, recipe.to_dict()) if w.main else None
+        try:
+            return _train(trainer, metrics, report, stopped, stop_after)
+        finally:
             if metrics is not None:
-                metrics.write(row)
-                report(row)
-            out_of_time = stop_after is not None and time.monotonic() - began > stop_after
-            ending = last or w.any(stopped() or out_of_time)
-            if ending or step % recipe.save_every == 0:
-                save()
-                speed.pause()
-            if ending:
-                break
+                metrics.close()
+
+
+@contextlib.contextmanager
+def _alone(run: Path, w: Processes) -> Iterator[None]:
+    """The main process holds the lock of the run for as long as it trains."""
+    with contextlib.ExitStack() as stack:
+        w.on_main(lambda: stack.enter_context(hold(run, "training")))
+        yield
+
+
+def _train(
+    trainer: _Trainer,
+    metrics: Metrics | None,
+    report: Report,
+    stopped: Callable[[], bool],
+    stop_after: float | None,
+) -> dict[str, Any]:
+    recipe, w = trainer.recipe, trainer.w
+    spike = SpikeDetector()
+    speed = _Speed(recipe, trainer.model, w)
+    began = time.monotonic()
+    row: dict[str, Any] = {"step": trainer.step}
+    non_finite = 0
+    while trainer.step < recipe.steps:
+        row = trainer.take_step()
+        row |= speed(trainer.step)
+        row["spike"] = spike(row["loss"])
+        non_finite = 0 if row["finite"] else non_finite + 1
+        last = trainer.step == recipe.steps
+        if trainer.held_out is not None and (trainer.step % recipe.eval_every == 0 or last):
+            row["val_loss"] = trainer.validate()
+            speed.pause()
         if metrics is not None:
-            metrics.close()
-        return row
+            metrics.write(row)
+            report(row)
+        if non_finite == recipe.max_non_finite:
+            raise TrainingDiverged(_diverged(trainer, non_finite))
+        out_of_time = stop_after is not None and time.monotonic() - began > stop_after
+        ending = last or w.any(stopped() or out_of_time)
+        if ending or trainer.step % recipe.save_every == 0:
+            saved = trainer.save()
+            speed.pause()
+            if last and not saved:
+                raise TrainingDiverged(_diverged(trainer, non_finite))
+        if ending:
+            break
+    return row
 
 
-def _claim(run: Path, recipe: Recipe, w: Processes) -> None:
-    """A folder holds one run: its recipe is written once, and a different one is refused."""
-    path = run / "config.json"
-    if path.exists():
-        kept = Recipe.from_dict(json.loads(path.read_text())["recipe"]).to_dict()  # fields since added: as they were
-        changed = {key: value for key, value in recipe.to_dict().items() if kept.get(key) != value}
-        changed = {
-            key: value for key, value in changed.items() if key not in ("keep", "compile", "save_every", "eval_every")
-        }
-        if changed:
-            raise ValueError(
-                f"{run} holds a run with other settings: {', '.join(f'{k}={kept.get(k)!r}' for k in changed)}"
-            )
-        return
-    config = {
-        "recipe": recipe.to_dict(),
-        "model": recipe.model().to_dict(),
-        "processes": w.size,
-        "environment": environment(),
-    }
-    write_json(path, config)
+def _diverged(trainer: _Trainer, steps: int) -> str:
+    kept = checkpoints.latest(trainer.run)
+    where = (
+        f"the last finite checkpoint is {kept}" if kept is not None else "no finite checkpoint was saved before that"
+    )
+    return (
+        f"training diverged: loss or gradient were not finite in the {steps} steps up to step {trainer.step}; {where}. "
+        "Try a lower --lr, a longer --warmup, a smaller --clip or --dtype float32 in a new run (--out FOLDER), or "
+        "resume this one with --skip-non-finite, which leaves such steps out"
+    )
+
+
+class _Trainer:
+    """Model, optimisers and data of a run, and where it is."""
+
+    def __init__(self, recipe: Recipe, data: DataFolder, run: Path, w: Processes):
+        self.recipe, self.run, self.w = recipe, run, w
+        torch.manual_seed(recipe.seed)
+        self.model = GPT(recipe.model()).to(w.device)
+        self.module = distribute(self.model, recipe.parallel, w)
+        self.optimisers = make_optimisers(self.model, recipe)
+        self.micro_steps = recipe.micro_steps(w.size)
+        self.batches, self.held_out = open_data(recipe, data, w)
+        self.held_out_start = self.held_out.state_dict() if self.held_out is not None else {}
+        self.step = 0
+        if recipe.compile:
+            self.model.compile()
+
+    def resume(self) -> None:
+        """Continue from the newest undamaged checkpoint, if there is one."""
+        found: list[Path] = []
+
+        def find() -> None:
+            checkpoints.clean(self.run)
+            before = checkpoints.checkpoints(self.run)
+            if (path := checkpoints.newest(self.run, checkpoints.WHOLE)) is not None:
+                found.append(path)
+                for damaged in before[before.index(path) + 1 :]:
+                    checkpoints.set_aside(damaged)
+
+        self.w.on_main(find)
+        step = self.w.from_main(checkpoints.step_of(found[0]) if found else -1)
+        if step >= 0:
+            state = checkpoints.restore(checkpoints.folder(self.run, step), self.model, self.optimisers)
+            self.batches.load_state_dict(state["data"])
+            self.step = state["step"]
+
+    def save(self) -> bool:
+        """Whether a checkpoint was saved; False if the weights are not finite."""
+        state = {"data": self.batches.state_dict()}
+        made = checkpoints.save(self.run, self.step, self.model, self.optimisers, state, self.w, self.recipe.keep)
+        return made is not None
+
+    def take_step(self) -> dict[str, Any]:
+        """One optimisation step; returns its row of metrics."""
+        recipe = self.recipe
+        rate, p = learning_rate(recipe, self.step), power(recipe, self.step)
+        self.model.set_power(p)
+        for group in (group for optimiser in self.optimisers for group in optimiser.param_groups):
+            group["lr"] = rate * group["rate_factor"]
+        loss = torch.zeros((), device=self.w.device)
+        for micro in range(self.micro_steps):
+            with gradient_sync(self.module, micro == self.micro_steps - 1):
+                part = self.loss(next(self.batches)) / self.micro_steps
+                part.backward()
+            loss += part.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        loss = self.w.mean(loss)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)  # the same in every process
+        for optimiser in self.optimisers:
+            if not recipe.skip_non_finite or finite:
+                optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        row = {
+            "step": self.step, "loss": float(loss), "grad_norm": float(norm), "lr": rate,
+            "tokens": self.step * recipe.batch_tokens, "finite": bool(finite),
+        }  # fmt: skip
+        return row | ({} if p is None else {"p": p})
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        move = {"device": self.w.device, "non_blocking": True}
+        inputs, targets = batch.inputs.to(**move), batch.targets.to(**move)
+        documents = None if batch.cu_seqlens is None else batch.cu_seqlens.to(**move)
+        with torch.autocast(self.w.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
+            return self.module(inputs, targets=targets, cu_seqlens=documents)
+
+    def validate(self) -> float:
+        """Mean loss over the first batches of the held-out shards, the same ones every time."""
+        assert self.held_out is not None
+        self.held_out.load_state_dict(self.held_out_start)
+        # With gradients the compiled graph of training serves; without them another would be compiled, which takes
+        # longer than short runs. Several processes would wait for a backward that never comes.
+        with torch.set_grad_enabled(self.recipe.compile and self.w.size == 1):
+            losses = [self.loss(next(self.held_out)).detach() for _ in range(self.recipe.eval_batches)]
+        return float(self.w.mean(torch.stack(losses).mean()))
 
 
 def load_run(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Recipe, int]:
     """The model of a run with its last weights, its recipe, and the step it is at."""
     run = Path(run)
-    if not (run / "config.json").exists():
-        raise FileNotFoundError(f"{run} is no run folder: it has no config.json")
-    recipe = Recipe.from_dict(json.loads((run / "config.json").read_text())["recipe"])
-    found = checkpoints.latest(run)
+    recipe = read_recipe(run)
+    found = checkpoints.newest(run)
     if found is None:
         raise FileNotFoundError(f"{run} has no finished checkpoint yet")
     model = GPT(recipe.model())
     model.load_state_dict(checkpoints.load_weights(found))
-    return model.to(device).eval(), recipe, int(found.name.removeprefix("step-"))
-
-
-def _forward(module: nn.Module, recipe: Recipe, w: Processes) -> Callable[[Any], torch.Tensor]:
-    def loss(batch: Any) -> torch.Tensor:
-        move = {"device": w.device, "non_blocking": True}
-        inputs, targets = batch.inputs.to(**move), batch.targets.to(**move)
-        documents = None if batch.cu_seqlens is None else batch.cu_seqlens.to(**move)
-        with torch.autocast(w.device.type, torch.bfloat16, enabled=recipe.dtype == "bfloat16"):
-            return module(inputs, targets=targets, cu_seqlens=documents)
-
-    return loss
-
-
-def _validate(data: TokenBatches, forward: Callable, recipe: Recipe, w: Processes) -> float:
-    """Mean loss over the next batches of the held-out shards."""
-    batches = iter(data)
-    # With gradients the compiled graph of training serves; without them another would be compiled, which takes longer
-    # than short runs. Several processes would wait for a backward that never comes.
-    with torch.set_grad_enabled(recipe.compile and w.size == 1):
-        losses = [forward(next(batches)).detach() for _ in range(recipe.eval_batches)]
-    return float(w.mean(torch.stack(losses).mean()))
+    return model.to(device).eval(), recipe, checkpoints.step_of(found)
 
 
 class _Speed:

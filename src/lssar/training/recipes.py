@@ -12,7 +12,7 @@ from lssar.configs import check_fields
 from lssar.data.tasks import TASKS
 from lssar.layouts import UNIFORM, LayerConfig, Pattern, format_layout, names_attention, parse_layout, parse_mechanisms
 from lssar.model import ModelConfig, model_config
-from lssar.records import read_json
+from lssar.records import read_sealed_json
 from lssar.specs import AttentionSpec, spec
 from lssar.training.powers import PowerSchedule
 
@@ -52,6 +52,7 @@ class Recipe:
     data: str = ""
     """Folder with *_train_*.bin and *_val_*.bin (made by `lssar data`), or `stdlib`: Python's own source, as bytes."""
     vocab_size: int = 50257
+    """For data without a manifest.json; otherwise the manifest decides."""
     length: int = 1024
     pack: bool = False
     """Documents do not see each other; otherwise they are simply strung together, as in the paper."""
@@ -85,7 +86,11 @@ class Recipe:
     eval_batches: int = 20
     save_every: int = 1000
     keep: int = 2
-    """Checkpoints that stay; the last one always does."""
+    """Newest checkpoints to keep; older ones are deleted."""
+    max_non_finite: int = 10
+    """Training stops after this many consecutive steps with a non-finite loss or gradient."""
+    skip_non_finite: bool = False
+    """Leave out the optimiser step where loss or gradient is not finite."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,6 +102,7 @@ class Recipe:
             "eval_batches",
             "save_every",
             "keep",
+            "max_non_finite",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
@@ -259,7 +265,7 @@ def read_recipe(folder: Path) -> Recipe:
     path = folder / CONFIG
     if not path.exists():
         raise FileNotFoundError(f"{folder} is no run folder: it has no {CONFIG}")
-    fields = read_json(path, dict).get("recipe")
+    fields = read_sealed_json(path).get("recipe")
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: no recipe in it; not the {CONFIG} of a run, or damaged")
     try:

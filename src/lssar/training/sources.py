@@ -1,11 +1,11 @@
-"""From a recipe's `data` to batches: prepared shards, or the standard library's source where there are none."""
+"""From a recipe and a data folder to batches."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lssar.data.batches import Ahead, TokenBatches
-from lssar.data.folder import STDLIB, DataFolder, find_data, write_stdlib
+from lssar.data.folder import DataFolder, find_data
 from lssar.data.stream import TokenStream
 from lssar.data.tasks import TaskMaker, TrainingDocuments, background_of
 from lssar.data.tokenizers import Tokenizer
@@ -13,19 +13,14 @@ from lssar.training.distributed import Processes
 from lssar.training.recipes import Recipe
 
 
-def open_data(recipe: Recipe, run: Path, w: Processes) -> tuple[TokenBatches | Ahead, TokenBatches | None]:
+def open_data(recipe: Recipe, data: DataFolder, w: Processes) -> tuple[TokenBatches | Ahead, TokenBatches | None]:
     """Training batches, and held-out ones if there are any."""
-    folder = DataFolder(data_folder(recipe, run), recipe.vocab_size)
-    if recipe.data == STDLIB:
-        if w.main and not (folder.shards("train") and folder.shards("val")):
-            write_stdlib(folder.path)
-        w.barrier()
-    train, val = folder.training_shards(), folder.shards("val")
+    train, val = data.training_shards(), data.shards("val")
 
     def batches(shards: list[Path], shuffle: bool, mixture: TrainingDocuments | None = None) -> TokenBatches:
         return TokenBatches(
             shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.rank, world=w.size,
-            pack=recipe.pack, eot=folder.eot, shuffle=shuffle, vocab_size=recipe.vocab_size,
+            pack=recipe.pack, eot=data.eot, shuffle=shuffle, vocab_size=recipe.vocab_size,
             mixture=mixture, share=0.0 if mixture is None else recipe.retrieval_share,
         )  # fmt: skip
 
@@ -33,7 +28,7 @@ def open_data(recipe: Recipe, run: Path, w: Processes) -> tuple[TokenBatches | A
     if not recipe.retrieval_share:
         return batches(train, True), held_out
     # Documents take longer to make than to read: they are made while the last batch is trained on.
-    return Ahead(batches(train, True, _retrieval_documents(recipe, folder, train))), held_out
+    return Ahead(batches(train, True, _retrieval_documents(recipe, data, train))), held_out
 
 
 def data_folder(recipe: Recipe, run: Path) -> Path:
@@ -44,8 +39,8 @@ def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
     return DataFolder(folder, vocab_size).tokenizer()
 
 
-def _retrieval_documents(recipe: Recipe, folder: DataFolder, shards: list[Path]) -> TrainingDocuments:
-    tokenizer = folder.tokenizer()
+def _retrieval_documents(recipe: Recipe, data: DataFolder, shards: list[Path]) -> TrainingDocuments:
+    tokenizer = data.tokenizer()
     if tokenizer.vocab_size > recipe.vocab_size:
         raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids, the recipe {recipe.vocab_size}")
     maker = TaskMaker(tokenizer, background_of(TokenStream(shards), tokenizer.eot))
