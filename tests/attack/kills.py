@@ -133,8 +133,7 @@ def _prepare(sources: Path, out: Path, workers: int) -> Callable[[], None]:
 def _data(out: Path) -> dict[str, Any]:
     manifest = json.loads((out / "manifest.json").read_text())
     shards = {path.name: path.read_bytes() for path in sorted(out.glob("*.bin"))}
-    stray = [path.name for path in out.iterdir() if path.name.startswith(".")]
-    return {"shards": shards, "stray": stray} | {key: manifest[key] for key in ("splits", "eot", "tokenizer")}
+    return {"shards": shards} | {key: manifest[key] for key in ("splits", "eot", "tokenizer")}
 
 
 def kill_preparation(kills: int, folder: Path, workers: int = 1, seed: int = 0) -> dict[str, Any]:
@@ -153,16 +152,15 @@ def kill_preparation(kills: int, folder: Path, workers: int = 1, seed: int = 0) 
     while counts["kills"] < kills:
         out = folder / "killed"
         shutil.rmtree(out, ignore_errors=True)
-        while True:
+        while not (out / "manifest.json").exists():  # a kill after it is written finds everything finished
             counts["starts"] += 1
             pids = fork_ranks(_prepare(sources, out, workers), folder / "killed.log", 1)
             ends = wait(pids, rng.uniform(0.0, 0.7 * usual) if counts["kills"] < kills else PATIENCE)
-            if ends is not None:
-                if ends != [0]:
-                    raise Lost(f"preparation ended with {ends}: {(folder / 'killed.log').read_text()[-2000:]}")
-                break
-            kill(pids)
-            counts["kills"] += 1
+            if ends is None:
+                kill(pids)
+                counts["kills"] += 1
+            elif ends != [0]:
+                raise Lost(f"preparation ended with {ends}: {(folder / 'killed.log').read_text()[-2000:]}")
         if _data(out) != expected:
             raise Lost("the killed preparation differs from the uninterrupted one")
         counts["finished_runs"] += 1

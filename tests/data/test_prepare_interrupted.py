@@ -69,7 +69,9 @@ def test_killed_at_the_worst_moment(tmp_path, monkeypatch, moment):
 
 
 def _die_at(moment, count):
-    owner, name = (prepare_module, "write_json") if moment == "saved" else (ShardInProgress, moment.removesuffix("ed"))
+    owner, name = (
+        (prepare_module, "write_sealed_json") if moment == "saved" else (ShardInProgress, moment.removesuffix("ed"))
+    )
     original = getattr(owner, name)
     calls = 0
 

@@ -156,6 +156,7 @@ class _Job:
         if overwrite:
             return self._fresh()
         if manifest.exists():
+            self.progress_file.unlink(missing_ok=True)  # left by a process that was killed after its last step
             raise FileExistsError(
                 f"{manifest} exists: a dataset is finished there; choose another folder or --overwrite"
             )

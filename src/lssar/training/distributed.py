@@ -80,6 +80,7 @@ def world() -> Iterator[Processes]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        dist.barrier()  # a process that leaves early may leave the others waiting in their teardown
     finally:
         dist.destroy_process_group()
 
