@@ -177,7 +177,7 @@ def _seal(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-_JSON_NAMES = {dict: "object", list: "array"}
+_JSON_NAMES: dict[type, str] = {dict: "object", list: "array"}
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]], overwrite: bool = False) -> Path:

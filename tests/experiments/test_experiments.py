@@ -10,6 +10,7 @@ import torch
 
 from lssar.cli import main
 from lssar.commands.train import Train
+from lssar.data.folder import write_stdlib
 from lssar.evaluation.overflow import model_overflow, synthetic_overflow
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of
 from lssar.experiments.arms import Row
@@ -18,7 +19,6 @@ from lssar.experiments.evaluations import Benchmarks, HeldOut, Length, reweighte
 from lssar.experiments.published import LOSSES, PASSKEY
 from lssar.model import GPT, model_config
 from lssar.specs import spec
-from lssar.training.sources import write_stdlib
 from tests.experiments.reproduce import reproduce
 
 ROOT = Path(__file__).parent.parent.parent

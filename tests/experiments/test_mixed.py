@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
+from lssar.data.folder import write_stdlib
 from lssar.evaluation.long import far_multiples, joined_pieces
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, report
 from lssar.experiments.evaluations import HeldOut, Length, Retrieval
 from lssar.experiments.mixed_claims import MIXED_CLAIMS, Mixed
 from lssar.experiments.rules import Tables
 from lssar.model import GPT
-from lssar.training.sources import write_stdlib
 from tests.experiments.reproduce import reproduce
 
 MIXED = EXPERIMENTS["mixed"]

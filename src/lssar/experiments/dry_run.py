@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lssar.data.folder import STDLIB
 from lssar.experiments.arms import Arm, Scale
 from lssar.model import GPT
 from lssar.training.recipes import Recipe, recipe
-from lssar.training.sources import STDLIB
 
 STATE_BYTES = 16
 """Of each parameter, float32: the weight, its gradient, two moments of AdamW."""

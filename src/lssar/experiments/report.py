@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lssar.data.folder import STDLIB
 from lssar.experiments import EXPERIMENTS, collect
 from lssar.experiments.arms import SCALES, Scale
 from lssar.experiments.claims import CLAIMS, decide
 from lssar.records import write_file, write_json
 from lssar.tables import markdown_table
-from lssar.training.sources import STDLIB
 
 HEAD = """# Results{at}
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from lssar.data.folder import STDLIB, write_stdlib
 from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
 from lssar.experiments.evaluations import HeldOut
@@ -32,7 +33,6 @@ from lssar.records import environment, write_json
 from lssar.training.checkpoints import latest
 from lssar.training.loop import load_run, train
 from lssar.training.metrics import flops_per_token, read_metrics, summarise
-from lssar.training.sources import STDLIB, write_stdlib
 
 LOOK_AGAIN = 0.05
 """Seconds between two attempts to take a lock."""
