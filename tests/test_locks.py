@@ -68,7 +68,7 @@ def test_a_leftover_without_locks_is_removed_if_its_process_is_gone(tmp_path, no
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     record = {"pid": gone.pid, "host": locks.socket.gethostname()}
-    leftover = tmp_path / locks.EXCLUSIVE
+    leftover = tmp_path / ".lock.exclusive"
     leftover.write_text(json.dumps(record))
     with hold(tmp_path, "training"):
         assert "left by a process that has ended" in capsys.readouterr().err
@@ -90,3 +90,21 @@ def test_a_lock_file_removed_in_between_is_not_held_twice(tmp_path, monkeypatch)
     monkeypatch.setattr(locks, "_lock", lock)
     with hold(tmp_path, "training"):
         assert len(calls) == 2 and (tmp_path / locks.LOCK).exists()
+
+
+def test_a_lock_that_is_looked_at_is_waited_for(tmp_path, monkeypatch):
+    """Another process that calls `held` takes a free lock for an instant."""
+    import fcntl
+
+    with open(tmp_path / locks.LOCK, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        monkeypatch.setattr(locks.time, "sleep", lambda seconds: fcntl.flock(handle, fcntl.LOCK_UN))
+        with hold(tmp_path, "training"):
+            assert held(tmp_path)
+
+
+def test_locks_of_different_names_are_independent(tmp_path):
+    with hold(tmp_path, "working on an arm", ".arm.lock"):
+        assert not held(tmp_path)
+        with hold(tmp_path, "training"):
+            assert held(tmp_path) and held(tmp_path, ".arm.lock")

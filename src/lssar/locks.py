@@ -27,8 +27,6 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-EXCLUSIVE = ".lock.exclusive"
-"""Fallback for file systems without flock."""
 ATTEMPTS = 3
 """`held` takes a free lock for an instant, so one refusal is not yet an answer."""
 PAUSE = 0.05
@@ -41,17 +39,18 @@ class FolderInUse(FileExistsError):
 
 
 @contextlib.contextmanager
-def hold(folder: Path, purpose: str) -> Iterator[None]:
+def hold(folder: Path, purpose: str, name: str = LOCK) -> Iterator[None]:
     """Hold the lock of `folder`, which is created if needed, or raise FolderInUse that says who holds it.
 
-    `purpose` completes "a process is ..." in that message, for example "training".
+    `purpose` completes "a process is ..." in that message, for example "training". Locks of other names are
+    independent: a process may hold one for a queue of work and another for the work itself.
     """
     folder = Path(folder)
     created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    release = _take(folder / LOCK, purpose)
+    release = _take(folder / name, purpose)
     if release is None:
-        raise FolderInUse(_refusal(folder, folder / LOCK))
+        raise FolderInUse(_refusal(folder, folder / name))
     try:
         yield
     finally:
@@ -61,14 +60,15 @@ def hold(folder: Path, purpose: str) -> Iterator[None]:
                 folder.rmdir()
 
 
-def held(folder: Path) -> bool:
+def held(folder: Path, name: str = LOCK) -> bool:
     """Whether some process, this one included, holds the lock of `folder`."""
-    if (folder / EXCLUSIVE).exists():
-        return _alive(_read(folder / EXCLUSIVE))
-    if fcntl is None or not (folder / LOCK).exists():
+    path = folder / name
+    if _exclusive(path).exists():
+        return _alive(_read(_exclusive(path)))
+    if fcntl is None or not path.exists():
         return False
     try:
-        with open(folder / LOCK, "rb") as handle:
+        with open(path, "rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -115,7 +115,7 @@ def _lock(handle: int) -> None:
 
 def _take_exclusive(path: Path, purpose: str) -> Any:
     path.unlink(missing_ok=True)
-    exclusive = path.with_name(EXCLUSIVE)
+    exclusive = _exclusive(path)
     warn(f"{path.parent} is on a file system without file locks; {exclusive.name} marks it as in use instead")
     for _ in range(2):
         try:
@@ -130,6 +130,11 @@ def _take_exclusive(path: Path, purpose: str) -> Any:
         os.close(handle)
         return lambda: exclusive.unlink(missing_ok=True)
     return None
+
+
+def _exclusive(path: Path) -> Path:
+    """The file whose existence is the lock on file systems without flock."""
+    return path.with_name(f"{path.name}.exclusive")
 
 
 def _same_file(handle: int, path: Path) -> bool:
@@ -169,7 +174,7 @@ def _alive(holder: dict[str, Any]) -> bool:
 
 
 def _refusal(folder: Path, path: Path) -> str:
-    exclusive = path.with_name(EXCLUSIVE)
+    exclusive = _exclusive(path)
     holder = _read(exclusive if exclusive.exists() else path)
     if "pid" not in holder:
         who = "another process"

@@ -1,7 +1,6 @@
 """The queue of arms: shared, interrupted and gone on with, within a time limit, through failures."""
 
 import dataclasses
-import fcntl
 import json
 import re
 import time
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, runner
 from lssar.experiments.evaluations import Length
 from lssar.experiments.published import LOSSES
+from lssar.locks import hold
 from lssar.records import write_json
 from tests.experiments.reproduce import reproduce
 
@@ -65,25 +65,12 @@ def test_two_workers_share_the_arms(small, tmp_path, capfd):
 def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
     scale = scale_in(small)
     held = arms_of([EXPERIMENTS["table1"]], scale)[0]
-    scale.runs.mkdir(parents=True)
-    with open(scale.runs / f"{held.key}.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with hold(scale.runs / held.key, "working on an arm", runner.ARM_LOCK):
         assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0
         assert "1 of 4 arms are not finished" in capsys.readouterr().out
         assert not (scale.results / f"{held.key}.json").exists()
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # whoever held it is gone
     assert (scale.results / f"{held.key}.json").exists()
-
-
-def test_a_lock_held_for_an_instant_is_waited_for(tmp_path, monkeypatch):
-    """So looks another process at who is at work."""
-    with open(tmp_path / "arm.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with runner._claim(tmp_path / "arm") as mine:
-            assert not mine
-        monkeypatch.setattr(runner.time, "sleep", lambda seconds: fcntl.flock(handle, fcntl.LOCK_UN))
-        with runner._claim(tmp_path / "arm") as mine:
-            assert mine
 
 
 def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
@@ -130,8 +117,7 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
     runner._work(queue, runner.quietly, print, workers=2)
     assert len(begun) == 4
     begun.clear()
-    with open(scale.runs / f"{arms[-1].key}.lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with hold(scale.runs / arms[-1].key, "working on an arm", runner.ARM_LOCK):
         runner._work(queue, runner.quietly, print, workers=2)
     assert begun == [arms[0]]
 

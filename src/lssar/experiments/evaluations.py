@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from lssar.data.folder import DataFolder
 from lssar.data.stream import TokenStream
 from lssar.data.tasks import TaskMaker, background_of
 from lssar.evaluation.benchmarks import evaluate_benchmark, find_file, read_documents
@@ -29,8 +30,8 @@ from lssar.evaluation.long import (
 from lssar.evaluation.overflow import DTYPES, model_overflow
 from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
 from lssar.model import GPT, PREFILL_CHUNK
+from lssar.runs import evaluation_dtype
 from lssar.training.recipes import Recipe
-from lssar.training.sources import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class HeldOut:
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of autocast; None: the dtype of the weights."""
-        return torch.bfloat16 if self.device == "cuda" and self.recipe.dtype == "bfloat16" else None
+        return evaluation_dtype(self.recipe, self.device)
 
 
 FAR_CHUNK = 2**20
@@ -182,7 +183,7 @@ class Retrieval(_Always):
         if held_out.recipe.retrieval_share and self.task not in held_out.recipe.retrieval_tasks:
             return {"task": self.task, "rows": []}  # the model was not trained on this task
         base = held_out.recipe.length
-        tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
+        tokenizer = DataFolder(held_out.folder, held_out.recipe.vocab_size).tokenizer()
         maker = TaskMaker(tokenizer, background_of(TokenStream(held_out_shards(held_out.folder)), tokenizer.eot))
         rows = []
         multiples = self.multiples or retrieval_multiples(held_out.farthest)
@@ -244,7 +245,7 @@ class Benchmarks:
         return None
 
     def evaluate(self, model: GPT, held_out: HeldOut) -> dict[str, Any]:
-        tokenizer = tokenizer_of(held_out.folder, held_out.recipe.vocab_size)
+        tokenizer = DataFolder(held_out.folder, held_out.recipe.vocab_size).tokenizer()
         length = max(512, held_out.recipe.length)  # questions in bytes need more than the smoke scale's length
         found = {}
         for task in self.tasks:

@@ -3,13 +3,12 @@
 RESULTS/ARM.json            one arm: its results so far, recipe, data, commit, machine
 RESULTS/earlier/ARM-1.json  results of an earlier training of the same arm; the difference is noise
 RUNS/ARM/                   its run folder: checkpoints, metrics and the evaluations made so far
-RUNS/ARM.lock               held (flock) by the process that works on the arm, and released when that process ends
+RUNS/ARM/.arm.lock          held by the process that works on the arm, and released when that process ends
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import multiprocessing
@@ -29,13 +28,14 @@ from lssar.data.folder import STDLIB, write_stdlib
 from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
 from lssar.experiments.evaluations import HeldOut
+from lssar.locks import FolderInUse, held, hold
 from lssar.records import environment, write_json
+from lssar.runs import Run
 from lssar.training.checkpoints import latest
-from lssar.training.loop import load_run, train
+from lssar.training.loop import TrainingDiverged, train
 from lssar.training.metrics import flops_per_token, read_metrics, summarise
 
-LOOK_AGAIN = 0.05
-"""Seconds between two attempts to take a lock."""
+ARM_LOCK = ".arm.lock"
 
 Say = Callable[[str], None]
 Report = Callable[[dict[str, Any]], None]
@@ -165,8 +165,12 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
     for number, arm in enumerate(queue.arms, 1):
         if queue.finished(arm):
             continue
-        with _claim(queue.run(arm)) as mine:
-            if not mine or queue.finished(arm):  # another process holds it, or finished it meanwhile
+        with contextlib.ExitStack() as claim:
+            try:
+                claim.enter_context(hold(queue.run(arm), "working on an arm", ARM_LOCK))
+            except FolderInUse:
+                continue
+            if queue.finished(arm):  # by another process, meanwhile
                 continue
             left = queue.time_left() if queue.whole_arms else None
             likely = 0.0 if left is None else _seconds_of_another_seed(queue, arm) or pace * arm.recipe.steps
@@ -184,7 +188,7 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
             except Stopped as reason:
                 say(f"stopped: {reason}; the same command resumes")
                 return failed
-            except EvaluationFailed as reason:
+            except (EvaluationFailed, TrainingDiverged, FolderInUse) as reason:
                 say(f"{reason}; continuing with the next arm")
                 failed.append(arm.key)
             except Exception:
@@ -214,12 +218,7 @@ def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
 
 def _at_work(queue: Queue) -> int:
     """The number of arms that are locked, by this process too."""
-    held = 0
-    for run in map(queue.run, queue.arms):
-        if _lock(run).exists():
-            with _claim(run) as free:
-                held += not free
-    return held
+    return sum(held(queue.run(arm), ARM_LOCK) for arm in queue.arms)
 
 
 def device_is_lost() -> bool:
@@ -234,25 +233,6 @@ def device_is_lost() -> bool:
     return False
 
 
-def _lock(run: Path) -> Path:
-    return run.with_name(run.name + ".lock")
-
-
-@contextlib.contextmanager
-def _claim(run: Path) -> Iterator[bool]:
-    with open(_lock(run), "w") as handle:
-        for attempt in range(2):  # `_at_work` of another process may hold a free lock for an instant
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if attempt:
-                    yield False
-                    return
-                time.sleep(LOOK_AGAIN)
-        yield True
-
-
 def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) -> dict[str, Any]:
     """Train and evaluate whatever is missing, and record the results.
 
@@ -261,8 +241,8 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
     """
     run = queue.run(arm)
     _train(queue, arm, run, watch)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, recipe, step = load_run(run, device)
+    opened = Run.open(run)
+    model, recipe, step, device = opened.model(), opened.recipe, opened.step, opened.device.type
     scale = queue.scale
     held_out = HeldOut(
         queue.data, recipe, scale.eval_tokens, device, queue.bench, scale.bench_documents, scale.farthest,
