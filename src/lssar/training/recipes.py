@@ -247,7 +247,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "long-6m": Recipe(
         size="6m", layout="mixed", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="data/books-4k",
-        vocab_size=4_096, length=512, steps=6_000, batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=1.5e-3,
+        vocab_size=4_096, length=512, steps=3_000, batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=1.5e-3,
         warmup=100, retrieval_share=0.25, retrieval_tasks=("passkey", "needles", "recall"), eval_every=500,
         save_every=1_000,
     ),
