@@ -1,21 +1,22 @@
-# `make demo` and `make test` do all their own set-up, in .venv; PYTHON names the interpreter to make it with.
+# Every target sets up what it needs in .venv; PYTHON names the interpreter to make it with.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+USER_READY := $(VENV)/.ready-user
 
-.PHONY: demo demo-train demo-rows test test-browser test-slow test-portable lint docs bench clean
+.PHONY: demo demo-train demo-rows test test-browser test-slow test-portable lint docs bench wheel clean
 
 # About a minute: a released softmax model and a released long reader look for a key far beyond their training length.
-demo: $(READY)
+demo: $(USER_READY)
 	$(BIN)/lssar demo
 
 # Minutes: three small models trained at length 128 and evaluated at up to 16 times that.
-demo-train: $(READY)
+demo-train: $(USER_READY)
 	$(BIN)/lssar demo-train
 
 # Seconds: attention rows on synthetic keys as the context grows 64 times.
-demo-rows: $(READY)
+demo-rows: $(USER_READY)
 	$(BIN)/lssar rows
 
 test: $(READY) lint
@@ -45,17 +46,30 @@ docs: $(READY)
 	@echo "the site is in out/site/index.html"
 
 # The CPU numbers of the README.
-bench: $(READY)
+bench: $(USER_READY)
 	$(BIN)/lssar bench --contestants tiled:lssar tiled:lssa tiled:softmax tiled:cosine_softmax sdpa:softmax eager:lssar \
 	  --lengths 1024 2048 4096 8192 --heads 4 --head-sizes 64 --out benchmarks/results/cpu-float32 --overwrite
 
-# torch comes first and alone: a plain request would bring a CUDA build of several gigabytes where a CPU one will do.
-$(READY): pyproject.toml constraints.txt setup.py
+# A wheel with the native kernels, and the sdist that it is built from, in dist.
+wheel: $(USER_READY)
+	$(BIN)/pip install --quiet build
+	LSSAR_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist .
+	@ls dist/*
+
+# What using the library takes. torch comes first and alone: a plain request would bring a CUDA build of several
+# gigabytes where a CPU one will do.
+$(USER_READY): pyproject.toml constraints.txt setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV); the first time this takes a few minutes"
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(shell grep -E '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[plots,report]'
+	touch $@
+
+# What developing it takes.
+$(READY): $(USER_READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
-	touch $(READY)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,10 @@
 """The optional CPU kernel. Everything else about the package is in pyproject.toml.
 
-Without a C compiler the package installs all the same, and `impl="tiled"` runs on PyTorch operations alone.
+Without a C compiler the package installs all the same, and `impl="tiled"` runs on PyTorch operations alone;
+LSSAR_REQUIRE_NATIVE=1 makes that an error, for wheels that are given to others.
 """
 
+import os
 from glob import glob
 
 from setuptools import Extension, setup
@@ -25,7 +27,7 @@ setup(
                 "-pthread",
             ],
             extra_link_args=["-pthread"],
-            optional=True,
+            optional="LSSAR_REQUIRE_NATIVE" not in os.environ,
         )
     ]
 )

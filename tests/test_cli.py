@@ -1,15 +1,20 @@
 """The commands as a user runs them."""
 
+import csv
 import dataclasses
+import io
 import json
 import math
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
+from lssar.commands.common import Progress, duration
 from lssar.commands.train import sections
 from lssar.training.recipes import Recipe
 from lssar_cli import COMMANDS, Command, load, main
@@ -65,11 +70,70 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
     main(["plot", *both, "--out", str(tmp_path / "both")])
     alone, together = ((tmp_path / name).read_text() for name in ("length.svg", "both.svg"))
     assert together.count("PolyCollection") > alone.count("PolyCollection")  # a band a curve
+    capsys.readouterr()
     main(["diagnose", runs[0], "--multiples", "1", "2", "--rows", "2", "--out", str(tmp_path / "diagnose")])
     assert (tmp_path / "diagnose.png").stat().st_size > 10_000
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert "effective keys" in said and "64 tokens" in said and Path(runs[0]).name in said
+    for_programs(runs, tmp_path, capsys)
     main(["generate", runs[0], "--prompt", "def f(", "--tokens", "5"])
     assert capsys.readouterr().out.startswith("def f(")
+
+
+def for_programs(runs, tmp_path, capsys):
+    """With --json or --csv stdout holds that alone."""
+    short = ["--multiples", "1", "2", "--pieces", "2"]
+    main(["eval", "length", *runs, *short, "--json", "--out", str(tmp_path / "json")])
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "json.json").read_text())
+    main(["eval", "length", *runs, *short, "--csv", "--out", str(tmp_path / "csv")])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["label"], row["length"]) for row in rows[:2]] == [
+        (result["curves"][0]["label"], n) for n in ("32", "64")
+    ]
+    retrieval = ["eval", "retrieval", runs[0], "--multiples", "1", "--samples", "1", "--tasks", "copy"]
+    main([*retrieval, "--json", "--out", str(tmp_path / "r")])
+    assert json.loads(capsys.readouterr().out)["arms"][0]["rows"]
+    main([*retrieval, "--csv", "--out", str(tmp_path / "r")])
+    assert capsys.readouterr().out.startswith("run,label,step,")
+    main(["diagnose", runs[0], "--multiples", "1", "--rows", "1", "--json", "--out", str(tmp_path / "d")])
+    assert json.loads(capsys.readouterr().out)["statistics"]["entropy"]
+
+
+def test_specs_and_doctor_for_programs(capsys):
+    main(["specs", "--json"])
+    assert json.loads(capsys.readouterr().out)["lssar"]["p"] == 15
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) >= {"versions", "devices", "kernels", "extras"}
+    main(["doctor"])
+    assert f"native           {found['kernels']['native']}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+@pytest.mark.parametrize("words", [["bench", "--lengths", "16"], ["newton"]], ids=str)
+def test_a_device_that_is_not_there(words, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        main([*words, "--device", "cuda"])
+    assert "no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("total", "steps", "lines"), [(40, range(1, 41), 20), (None, range(1, 9), 0), (1, (0.5, 1.0), 2)], ids=str
+)
+def test_progress_without_a_terminal(total, steps, lines, capsys):
+    with Progress("working", total, seconds=0) as bar:
+        for step in steps:
+            bar.update(step, "all is well")
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    if lines:
+        assert said[-1] == "working: 100%, all is well, 0 s left"
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(5, "5 s"), (170, "3 min"), (7800, "2 h 10 min")])
+def test_durations(seconds, words):
+    assert duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -85,6 +149,12 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
         (["eval", "length", "NEW"], 1, "no run folder"),
         (["generate", "NEW"], 1, "no run folder"),
         (["plot"], 2, "which JSON files"),
+        (["eval", "length"], 2, "give one or more run folders"),
+        (["eval", "retrieval"], 2, "give one or more run folders"),
+        (["eval", "downstream", "--data", "NEW"], 2, "give one or more run or model folders"),
+        (["data", "prepare"], 2, "give one or more files"),
+        (["data", "prepare", "NEW", "--name", ".."], 1, "name '..'"),
+        (["reproduce", "report", "--out", "NEW"], 1, "run this in a checkout"),
         (["demo-train", "--text", "NEW", "--out", "NEW"], 1, "does not exist"),
     ],
     ids=str,
@@ -147,7 +217,8 @@ def test_every_command_has_help(capsys):
             commands = [entry] if isinstance(entry, Command) else [*entry.commands.values(), entry.default]
             assert all(hasattr(load(command), "run") for command in commands if command is not None)
     grouped = [name for names in sections().values() for name in names]
-    assert sorted(grouped) == sorted([field.name for field in dataclasses.fields(Recipe)] + ["out", "stop_after"])
+    assert len(grouped) == len(set(grouped))
+    assert {field.name for field in dataclasses.fields(Recipe)} | {"out", "stop_after"} <= set(grouped)
 
 
 @pytest.mark.parametrize("module", ["lssar", "lssar.cli"])

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from lssar.data.decode import decoded
+from lssar.data.folder import DataFolder
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
 from lssar_cli import find, parse
@@ -33,11 +35,36 @@ def test_prepare(prepared, capsys):
         data("prepare", prepared.parents[1], "--tokenizer", "bytes", "--name", "demo", "--glob", "*.txt")
 
 
-def test_prepare_says_when_nothing_was_set_apart(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("documents", "held_out"),
+    [
+        (["one document of some words, and no other"], 1),  # the end of it
+        ([f"document {number} of a few" for number in range(9)], 1),  # the last
+        (["short", "a much longer last document " * 20], 1),  # the end of the last
+    ],
+    ids=["one", "nine", "short and long"],
+)
+def test_few_documents_are_enough_for_training_and_evaluation(documents, held_out, tmp_path, capsys):
+    for number, text in enumerate(documents):
+        (tmp_path / f"{number}.txt").write_text(text)
+    data("prepare", tmp_path, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    out, err = capsys.readouterr()
+    assert f"validation tokens of {held_out};" in out and not err
+    folder = DataFolder(tmp_path / "out")
+    folder.check()
+    tokenizer = folder.tokenizer()
+    train, val = (list(decoded(folder.shards(split), tokenizer)) for split in ("train", "val"))
+    assert len(val) == held_out
+    assert [*train[:-1], train[-1] + val[0]] == documents or [*train, *val] == documents  # nothing lost, nothing twice
+    assert len(val[0]) <= max(0.2 * sum(map(len, documents)), 30)
+
+
+def test_prepare_warns_when_nothing_is_held_out(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one document")
-    data("prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out")
-    said = capsys.readouterr().out.replace("\n", " ")
-    assert "no document was set apart" in said and "13 training and 0 validation tokens of 1 documents" in said
+    data("prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out", "--val-share", "0")
+    out, err = capsys.readouterr()
+    assert "nothing is held out" in err
+    assert "13 training tokens of 1 documents, 0 validation tokens" in out
 
 
 def test_show(prepared, capsys):
@@ -49,8 +76,40 @@ def test_show(prepared, capsys):
     (prepared / "demo_val_000001.bin").write_bytes((prepared / "demo_val_000000.bin").read_bytes()[:-1])
     with pytest.raises(SystemExit, match="1"):
         data("show", prepared)
-    said = capsys.readouterr().out
-    assert "demo_val_000001.bin: truncated" in said and "demo_train_000001.bin: " in said
+    out, err = capsys.readouterr()
+    assert "demo_val_000001.bin: truncated" in err and "demo_train_000001.bin: " in out
+
+
+@pytest.mark.parametrize(("damage", "words"), [("remove", "is missing"), ("flip", "is damaged or was replaced")])
+def test_show_compares_with_the_manifest(prepared, capsys, damage, words):
+    shard = prepared / "demo_val_000000.bin"
+    if damage == "remove":
+        shard.unlink()
+    else:
+        raw = bytearray(shard.read_bytes())
+        raw[-2] ^= 1
+        shard.write_bytes(raw)
+    with pytest.raises(SystemExit, match="1"):
+        data("show", prepared)
+    out, err = capsys.readouterr()
+    assert f"{shard} {words}" in err and "demo_train_000001.bin: " in out
+
+
+def test_show_json(prepared, capsys):
+    capsys.readouterr()
+    data("show", prepared, "--json")
+    shards = json.loads(capsys.readouterr().out)
+    assert [shard["dtype"] for shard in shards] == ["uint16", "uint16"]
+    assert shards[0]["begins"].startswith("<|endoftext|>text number 0")
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "", "."])
+def test_names_stay_in_their_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("one document")
+    with pytest.raises(ValueError, match="name"):
+        data("prepare", "a.txt", "--tokenizer", "bytes", "--name", name)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_show_foreign_shards(tmp_path, capsys):

@@ -19,9 +19,9 @@ from tests.data.preparing import BYTES, SOURCES, TEXTS, files, interrupted, made
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("skip", range(len(TEXTS) + 1))
 def test_a_source_can_start_anywhere(tmp_path, kind, skip):
-    from lssar.data.readers import Reading, find_units
+    from lssar.data.readers import ReadOptions, find_units
 
-    units = find_units([str(SOURCES[kind](tmp_path))], Reading(separator="<|endoftext|>", eot=256, vocab_size=257))
+    units = find_units([str(SOURCES[kind](tmp_path))], ReadOptions(separator="<|endoftext|>", eot=256, vocab_size=257))
     if kind == "folder":
         assert len(units) == len(TEXTS)
         return

@@ -47,6 +47,28 @@ def test_interrupted_anywhere(tmp_path, monkeypatch, changes, seconds):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("texts", [["x" * 700], ["y" * 30, "x" * 300], ["y" * 99] * 12], ids=["1", "2", "12"])
+def test_killed_while_a_tail_is_held_out(tmp_path, monkeypatch, texts):
+    """With fewer documents than the share needs, tokens that are in the training shards move to validation."""
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    straight = files(made(source, tmp_path / "straight", val_share=0.01))
+    assert any("_val_" in name for name in straight)
+    for moment, count in [("finish", 1), ("finished", 3), ("append", 3), ("saved", 2), ("saved", 3), ("init", 9)]:
+        out = tmp_path / f"{moment}-{count}"
+        child = os.fork()
+        if child == 0:
+            try:
+                _die_at(moment, count)
+                made(source, out, val_share=0.01)
+            finally:
+                os._exit(0)  # there were fewer moments
+        os.waitpid(child, 0)
+        if not (out / "manifest.json").exists():
+            made(source, out, val_share=0.01)
+        assert files(out) == straight
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("moment", ["append", "flush", "finish", "finished", "saved"])
 def test_killed_at_the_worst_moment(tmp_path, monkeypatch, moment):
     """kill -9 within a process that shares nothing but the disk with the one that goes on."""
@@ -72,6 +94,7 @@ def _die_at(moment, count):
     owner, name = (
         (prepare_module, "write_sealed_json") if moment == "saved" else (ShardInProgress, moment.removesuffix("ed"))
     )
+    name = "__init__" if moment == "init" else name
     original = getattr(owner, name)
     calls = 0
 

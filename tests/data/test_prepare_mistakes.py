@@ -83,6 +83,7 @@ CUT_GZIP = gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9]  # with a time i
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' is int, expected text"),
         ("a.jsonl", b'{"text": "a"\n', r"line 1: not JSON"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: character 1 is a lone surrogate"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, r"line 1: JSON that is nested too deeply"),
         ("a.jsonl", b"", r"no text in .*a\.jsonl: 0 empty documents"),
         ("a.txt", b"", r"no text in .*a\.txt: 1 empty documents"),
         ("a.jsonl.gz", CUT_GZIP, r"a\.jsonl\.gz: damaged or truncated \.gz"),
@@ -98,6 +99,29 @@ def test_bad_input_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         made(tmp_path / name, tmp_path / "out", Gpt2Tokenizer() if "u16" in name else BYTES)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz", "a.txt"])
+@pytest.mark.parametrize("separator", [None, "<|endoftext|>"])
+def test_a_document_that_would_fill_memory(tmp_path, monkeypatch, name, separator):
+    monkeypatch.setattr("lssar.data.readers._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("lssar.data.readers._PIECE", 1 << 16)
+    bomb = b" " * (4 << 20)
+    (tmp_path / name).write_bytes(gzip.compress(bomb) if name.endswith("gz") else bomb)
+    with pytest.raises(ValueError, match=rf"{name}.*: a document of more than 1,048,576 bytes"):
+        made(tmp_path / name, tmp_path / "out", separator=separator)
+
+
+@pytest.mark.parametrize("target", ["gone.txt", "link.txt"])
+def test_links_that_lead_nowhere(tmp_path, target):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "good.txt").write_text("text")
+    (folder / "link.txt").symlink_to(target)
+    for source in (folder, folder / "link.txt"):
+        with pytest.raises(FileNotFoundError, match=r"link\.txt: a link to .*, which is missing or leads back"):
+            made(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_parquet_columns(tmp_path):

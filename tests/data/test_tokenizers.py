@@ -76,6 +76,18 @@ def test_gpt2_from_ranks(ranks_file):
     assert pickle.loads(pickle.dumps(tokenizer)).encode(text).tolist() == ids.tolist()
 
 
+def test_a_ranks_file_that_changed_is_read_again(ranks_file, tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))  # tiktoken's cache knows files by their path
+    copy = tmp_path / "gpt2.tiktoken"
+    copy.write_bytes(ranks_file.read_bytes())
+    assert load_tokenizer(copy).encode("the").tolist() == [257]
+    lines = copy.read_text().splitlines()
+    lines[256], lines[257] = (lines[i].split()[0] + f" {rank}" for i, rank in ((257, 256), (256, 257)))
+    copy.write_text("\n".join(lines) + "\n")
+    assert load_tokenizer(copy).ranks[b"the"] == 256
+
+
 def test_gpt2_ids_need_no_files():
     assert (load_tokenizer("gpt2").vocab_size, load_tokenizer("gpt2").eot) == (50257, 50256)
 
@@ -93,7 +105,7 @@ def test_gpt2_without_a_network(monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("IQ== 0\n", "1 ranks, expected GPT-2's 50,256"), ("IQ== 0\nnonsense\n", "line 2: expected BASE64 RANK")],
+    [("IQ== 0\n", "1 ranks, expected GPT-2's 50,256"), ("IQ== 0\nnonsense\n", "Error parsing line b'nonsense'")],
 )
 def test_a_bad_ranks_file(tmp_path, content, message):
     (tmp_path / "bad.tiktoken").write_text(content)

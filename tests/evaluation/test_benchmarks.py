@@ -98,8 +98,8 @@ def test_likelihoods_are_those_of_one_row_alone():
         assert greedy == bool((logits.argmax(-1) == right).all())
     best = model(torch.tensor([[5, 6]]))[0, -1].argmax().item()
     assert likelihoods(model, [([5, 6], [best])], 64)[0][1]
-    with pytest.raises(ValueError, match="longer than max_length 2"):
-        likelihoods(model, [([1], [1, 2, 3])], 2)
+    # Of a continuation that is longer than the context, the last tokens are scored.
+    assert likelihoods(model, [([1], [1, 2, 3])], 2) == likelihoods(model, [([1], [2, 3])], 2)
 
 
 def test_spaces_belong_to_what_follows():
@@ -184,7 +184,7 @@ def test_the_command_without_lm_eval(tmp_path, capsys, monkeypatch):
     assert "lambada_openai" in said
     assert "perplexity" in said
     for words, message in (
-        (["--limit", "1", "--out", "d"], "holds figures with other settings"),
+        (["--limit", "1", "--out", "d"], "holds results with other settings"),
         (["--tasks", "mmlu", "--out", "e"], "unknown benchmark 'mmlu'"),
         (["--data", "nowhere", "--out", "e"], "no folder 'nowhere'"),
         (["--ruler", "512", "--out", "e"], "--ruler needs lm-eval"),
@@ -192,3 +192,22 @@ def test_the_command_without_lm_eval(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit, match=r"[12]"):
             main([*arguments, *words])
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_answer_longer_than_the_context_keeps_the_other_tasks(tmp_path, monkeypatch, capsys):
+    """The last tokens are scored, with a warning; a file that cannot be read costs its own task alone."""
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "tiny-cpu", "--size", "tiny", "--steps", "1", "--length", "32", "--batch-tokens", "64"]
+    main([*train, "--micro-batch", "2", "--out", "run"])
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    line = json.dumps({"goal": "Wait.", "sol1": "a" * 99, "sol2": "b", "label": 0})
+    (bench / "piqa.jsonl").write_text(line + "\n")
+    (bench / "copa.jsonl").write_text("{}\n")
+    (bench / "blimp.jsonl").write_text(json.dumps({"sentence_good": "I am.", "sentence_bad": "I is."}) + "\n")
+    with pytest.raises(SystemExit, match="1"):
+        main(["eval", "downstream", "run", "--data", "bench", "--harness", "builtin", "--out", "d"])
+    err = capsys.readouterr().err
+    assert "piqa: 1 answers are longer than the context of 32 tokens" in err and "--max-length" in err
+    assert "copa is left out: " in err and "error: without copa" in err
+    assert set(json.loads((tmp_path / "d.json").read_text())["arms"][0]["tasks"]) == {"piqa", "blimp"}

@@ -179,7 +179,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "chance 10" in said
 
     for words, message in (
-        (["--samples", "3"], "holds figures with other settings"),
+        (["--samples", "3"], "holds results with other settings"),
         (["--tasks", "fly"], "unknown retrieval task 'fly'"),
         (["--depths", "2"], "depths must lie in 0 to 1"),
         (["--out", "new", "--stop-after", "-1"], "left no time"),
@@ -200,7 +200,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     (tmp_path / "other.json").write_text('{"curves": []}')
     with pytest.raises(SystemExit, match=r"[12]"):
         main(["plot", "r.json", "other.json"])
-    assert "other.json holds no figures of retrieval" in " ".join(capsys.readouterr().err.split())
+    assert "other.json holds no results of retrieval" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("attention", ["lssar", "cosine_softmax"])

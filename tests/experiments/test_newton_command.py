@@ -103,7 +103,7 @@ def test_the_report_is_made_from_the_results(finished_sweep, tmp_path, capsys):
     page.write_text(text.replace("0.", "1."))
     with pytest.raises(SystemExit, match=r"[12]"):
         main(["newton", "report", str(page), "--check"])
-    assert "is not what the results say" in capsys.readouterr().err
+    assert "does not match the results" in capsys.readouterr().err
     page.write_text("<!-- newton: nothing.json exponents -->\n<!-- end newton -->")
     assert "Not run yet" in filled(page)
     page.write_text(f"<!-- newton: {finished_sweep / 'newton.json'} weather -->\n<!-- end newton -->")

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from lssar.commands.common import check_outputs, console, progress, say_where
+from lssar.commands.common import Progress, check_outputs, console, print_csv, print_json, say, say_where, show_table
 from lssar.records import command_line, write_csv, write_json
 
 
@@ -22,10 +21,12 @@ class Bench:
     contestants: list[str] = field(default_factory=list)
     """IMPLEMENTATION:MECHANISM, e.g. tiled:lssar sdpa:softmax; all that the device has, if none is given."""
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
+    """Queries and keys; with --decode, keys in the cache."""
     head_sizes: list[int] = field(default_factory=lambda: [64])
     dtypes: list[str] = field(default_factory=list)
     """float32 on a CPU and bfloat16 on a GPU, if none is given."""
     modes: list[str] = field(default_factory=lambda: ["forward", "backward", "both"])
+    """What to time."""
     batch: int = 1
     heads: int = 4
     key_heads: int | None = None
@@ -33,68 +34,85 @@ class Bench:
     causal: bool = True
     decode: bool = False
     """One row against a cache of each length, in place of self-attention; forward alone."""
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     budget: float = 1.0
-    """Seconds of timing for each figure."""
+    """Seconds of timing for each result."""
     seed: int = 0
     out: Path | None = None
     """Path without suffix for the .json, .csv and .png; nothing is written if not given."""
     overwrite: bool = False
+    """Replace earlier results."""
     figure: bool = True
+    """Draw the .png too."""
+    json: bool = False
+    """Print the results as JSON instead of a table."""
+    csv: bool = False
+    """Print one line of CSV for each contestant and case instead of a table."""
 
     def run(self) -> None:
-        from lssar.benchmark import Case, contestant_names, run_benchmark
-        from lssar.plots import plot_benchmark
+        from lssar.benchmark import contestant_names, run_benchmark
+        from lssar.runs import pick_device
 
-        dtypes = self.dtypes or ["bfloat16" if self.device == "cuda" else "float32"]
+        device = str(pick_device(self.device))
         contestants = self.contestants or contestant_names()
         check_outputs(self.out, (".json", ".csv", ".png"), self.overwrite)
-        cases = [
+        cases = self._cases(device)
+        modes = ["forward"] if self.decode else self.modes
+        with Progress("benchmark", len(cases) * len(contestants)) as bar:
+            done = iter(range(1, len(cases) * len(contestants) + 1))
+
+            def report(row: dict[str, Any]) -> None:
+                bar.update(next(done), label=f"{row['contestant']}, length {row['length']:,}")
+
+            result = run_benchmark(contestants, cases, modes, self.budget, report)
+        result = {"command": command_line(), **result}
+        if self.json:
+            print_json(result)
+        elif self.csv:
+            print_csv([_flat(row) for row in result["rows"]])
+        else:
+            self._show(result, [f"{mode}_ms" for mode in modes], device)
+        self._write(result)
+        if any("incorrect" in row or "failed" in row for row in result["rows"]):
+            sys.exit(1)
+
+    def _cases(self, device: str) -> list[Any]:
+        from lssar.benchmark import Case
+
+        dtypes = self.dtypes or ["bfloat16" if device.startswith("cuda") else "float32"]
+        return [
             Case(
-                self.batch,
-                self.heads,
-                self.key_heads or self.heads,
-                length,
-                size,
-                dtype,
-                self.device,
-                self.causal,
-                self.seed,
-                self.decode,
+                self.batch, self.heads, self.key_heads or self.heads, length, size, dtype, device, self.causal,
+                self.seed, self.decode,
             )
             for size in self.head_sizes
             for dtype in dtypes
             for length in self.lengths
-        ]
-        modes = ["forward"] if self.decode else self.modes
-        columns = [f"{mode}_ms" for mode in modes]
-        table = Table(title=f"{self.device}: milliseconds (median) and peak extra memory")
-        for name in ("case", "contestant", *columns, "MiB", "ratio to first SDPA"):
-            table.add_column(name)
-        with progress() as bar:
-            task = bar.add_task("benchmark", total=len(cases) * len(contestants))
+        ]  # fmt: skip
 
-            def report(row: dict[str, Any]) -> None:
-                bar.update(task, advance=1, description=f"{row['contestant']} L {row['length']}")
+    def _show(self, result: dict[str, Any], columns: list[str], device: str) -> None:
+        from lssar.benchmark import Case
 
-            result = run_benchmark(contestants, cases, modes, self.budget, report)
-        result = {"command": command_line(), **result}
-        for row in result["rows"]:
-            table.add_row(str(_case(Case, row)), row["contestant"], *_cells(row, columns, result["rows"]))
-        console.print(table)
-        if self.out is not None:
-            files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
-            files.append(write_csv(self.out.with_suffix(".csv"), map(_flat, result["rows"]), self.overwrite))
-            if self.figure:
-                files.append(plot_benchmark(result, self.out.with_suffix(".png"), self.overwrite))
-            say_where(files)
-        if any("incorrect" in row or "failed" in row for row in result["rows"]):
-            sys.exit(1)
+        rows = [[str(_case(Case, r)), r["contestant"], *_cells(r, columns, result["rows"])] for r in result["rows"]]
+        head = ["case", "contestant", *columns, "MiB", "ratio to first SDPA"]
+        show_table(head, rows, f"{device}: milliseconds (median) and peak extra memory", keys=2)
+
+    def _write(self, result: dict[str, Any]) -> None:
+        from lssar.plots import plot_benchmark
+
+        if self.out is None:
+            return
+        files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]
+        files.append(write_csv(self.out.with_suffix(".csv"), map(_flat, result["rows"]), self.overwrite))
+        if self.figure:
+            files.append(plot_benchmark(result, self.out.with_suffix(".png"), self.overwrite))
+        say_where(files, self.json or self.csv)
 
 
 @dataclass
 class Tune:
-    """Measure tile shapes of the fused kernels on this GPU and keep the fastest, for every later process."""
+    """Measure tile shapes of the fused kernels on this GPU, and keep the fastest for later processes."""
 
     head_sizes: list[int] = field(default_factory=lambda: [64, 128])
     dtypes: list[str] = field(default_factory=lambda: ["bfloat16"])
@@ -103,7 +121,7 @@ class Tune:
     budget: float = 60.0
     """Seconds for each kernel."""
     forget: bool = False
-    """Remove what was kept for this card, and measure nothing."""
+    """Remove the shapes stored for this GPU, and measure nothing."""
 
     def run(self) -> None:
         from lssar.ops.fused import tiles, tune
@@ -122,7 +140,7 @@ class Tune:
                     )
                 path = tune.store(found)
                 for key, tile in found.items():
-                    console.print(f"{key[0]}, head size {size}, {dtype}: {tile}", highlight=False)
+                    say(f"{key[0]}, head size {size}, {dtype}: {tile}")
         say_where([path])
 
 

@@ -8,31 +8,32 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from lssar.commands.common import Progress, check_given, print_json, say
 from lssar.data.decode import decode_shards, decoded, manifest_tokenizer, summary
+from lssar.data.folder import DataFolder
 from lssar.data.prepare import Settings, Status, prepare
 from lssar.data.readers import Undecodable
-from lssar.data.shards import Shard, open_shard
+from lssar.data.shards import open_shard
 from lssar.data.stream import find_shards
 from lssar.data.tokenizers import Tokenizer, load_tokenizer
+from lssar.records import read_json, warn
 
-console = Console()
 _SMALL = 1 << 23  # bytes; below, starting workers takes longer than the work
 
 
 @dataclass
 class Prepare:
-    """Text, jsonl, parquet or Hugging Face datasets to token shards; run it again to go on after a stop."""
+    """Text, jsonl, parquet or Hugging Face datasets to token shards; the same command resumes after a stop."""
 
     sources: tyro.conf.Positional[list[str]]
     """Files (.txt, .md, .jsonl, .parquet, .u16; also .gz, .xz), folders, or hf:OWNER/NAME[:CONFIG[:SPLIT]], for
     instance hf:HuggingFaceFW/fineweb:sample-10BT."""
     name: str = "data"
-    """Of the shards: NAME_train_000001.bin, NAME_val_000000.bin."""
+    """Name of the shards: NAME_train_000001.bin, NAME_val_000000.bin."""
     out: Path | None = None
     """Folder; data/NAME, if not given."""
     tokenizer: str = "gpt2"
@@ -40,18 +41,20 @@ class Prepare:
     eot: str | None = None
     """The end-of-document token of a tokenizer.json, where its name is an unusual one."""
     shard_tokens: int = 10**8
+    """Tokens in a shard."""
     val_sources: list[str] = dataclasses.field(default_factory=list)
     """Sources for validation alone."""
     val_share: float | None = None
-    """Share of documents for validation; 0.01 if no way to set validation apart is given, 0 for none."""
+    """Share of the documents that is held out for validation; 0.01 unless another --val flag is given, 0 for none. Of
+    few documents the last one is held out, or the end of it."""
     val_documents: int = 0
-    """This many first documents for validation."""
+    """Hold out this many first documents."""
     val_shard: bool = False
-    """The first shard for validation, as llm.c does."""
+    """Hold out the first shard, as llm.c does."""
     max_tokens: int | None = None
-    """Stop after the document that reaches this many."""
+    """Stop after the document that reaches this many tokens."""
     field: str = "text"
-    """That holds the text in jsonl, parquet and datasets."""
+    """Field that holds the text in jsonl, parquet and datasets."""
     separator: str | None = None
     """Splits a text file into documents; without it each file is one."""
     glob: str | None = None
@@ -59,8 +62,9 @@ class Prepare:
     undecodable: Undecodable = "error"
     """What to do with bytes that are not UTF-8."""
     workers: int | None = None
-    """Processes that tokenize; if not given, one for each core, or none beside this one for little text."""
+    """Processes that tokenize; if not given, one for each core, or none but this one for little text."""
     overwrite: bool = False
+    """Replace finished or unfinished data in the folder."""
 
     def run(self) -> None:
         others = self.val_sources or self.val_documents or self.val_shard
@@ -81,17 +85,18 @@ class Prepare:
         )
         out = self.out or Path("data") / self.name
         tokenizer = load_tokenizer(self.tokenizer, self.eot)
-        with _Report() as report:
+        check_given(self.sources, "files, folders or datasets")
+        with Progress("opening sources", None) as bar:
             manifest = prepare(
-                settings, tokenizer, out, workers=self._workers(), overwrite=self.overwrite, report=report
+                settings, tokenizer, out, workers=self._workers(), overwrite=self.overwrite, report=_Report(bar)
             )
-        status = report.status
-        if not status.tokens["val"]:
-            console.print("no document was set apart for validation (--val-share, --val-documents, --separator)")
-        console.print(
-            f"{status.tokens['train']:,} training and {status.tokens['val']:,} validation tokens of "
-            f"{sum(status.documents.values()):,} documents; {manifest}",
-            highlight=False,
+        splits = read_json(manifest, dict)["splits"]
+        train, val = splits["train"], splits["val"]
+        if not val["tokens"]:
+            warn("nothing is held out, so runs on this data cannot be evaluated without other text (--val-share)")
+        say(
+            f"{train['tokens']:,} training tokens of {train['documents']:,} documents, {val['tokens']:,} validation "
+            f"tokens of {val['documents']:,}; {manifest}"
         )
 
     def _workers(self) -> int:
@@ -105,40 +110,76 @@ class Prepare:
 
 @dataclass
 class Show:
-    """Header, counts and first text of shards, each checked to its last token."""
+    """Header, counts and first text of shards, each checked to its last token and against the manifest's checksums."""
 
     shards: tyro.conf.Positional[list[str]]
     """Files, folders or globs."""
     tokenizer: str | None = None
     """As for prepare; that of the manifest beside the shards, if not given."""
     eot: str | None = None
+    """As for prepare."""
     tokens: int = 64
     """How many first tokens to decode."""
+    json: bool = False
+    """Print a JSON list with one object for each shard."""
 
     def run(self) -> None:
+        check_given(self.shards, "shards, folders or globs")
         tokenizer = _tokenizer(self.shards, self.tokenizer, self.eot)
-        failed = False
-        for path in find_shards(self.shards):
+        paths, shown, failed = find_shards(self.shards), [], False
+        for folder in dict.fromkeys(path.parent for path in paths):
             try:
-                self._show(open_shard(path), tokenizer)
-            except ValueError as error:
-                console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-                failed = True
+                DataFolder(folder).check()
+            except (ValueError, OSError) as error:
+                failed = _failed(error)
+        for path in paths:
+            try:
+                record = self._record(path, tokenizer)
+            except (ValueError, OSError) as error:
+                failed = _failed(error)
+                continue
+            shown.append(record)
+            if not self.json:
+                say(_described(record))
+        if self.json:
+            print_json(shown)
         if failed:
             sys.exit(1)
 
-    def _show(self, shard: Shard, tokenizer: Tokenizer | None) -> None:
+    def _record(self, path: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+        shard = open_shard(path)
         if tokenizer is not None:
             shard.check_tokens(tokenizer.vocab_size)
         first = shard.tokens[: self.tokens]
-        lines = [
-            f"{shard.path}: {len(shard):,} tokens, {shard.path.stat().st_size / 2**20:,.1f} MiB",
-            f"  header: {shard.layout.dtype.name}, magic {shard.layout.magic}, version {shard.layout.version}",
-            *(f"  {key}: {value:,}" for key, value in summary(shard, tokenizer.eot if tokenizer else None).items()),
-            f"  checked: size against header{', ids against the vocabulary' if tokenizer else ''}",
-            f"  begins: {repr(tokenizer.decode(first)) if tokenizer else f'{first.tolist()} (text: --tokenizer)'}",
-        ]
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        return {
+            "path": str(path),
+            "tokens": len(shard),
+            "bytes": path.stat().st_size,
+            "dtype": shard.layout.dtype.name,
+            "magic": shard.layout.magic,
+            "version": shard.layout.version,
+            "counts": summary(shard, tokenizer.eot if tokenizer else None),
+            "ids_checked": tokenizer is not None,
+            "begins": tokenizer.decode(first) if tokenizer else first.tolist(),
+        }
+
+
+def _failed(error: Exception) -> bool:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return True
+
+
+def _described(record: dict[str, Any]) -> str:
+    text = record["begins"]
+    checked = "size against header" + (", ids against the vocabulary" if record["ids_checked"] else "")
+    lines = [
+        f"{record['path']}: {record['tokens']:,} tokens, {record['bytes'] / 2**20:,.1f} MiB",
+        f"  header: {record['dtype']}, magic {record['magic']}, version {record['version']}",
+        *(f"  {key}: {value:,}" for key, value in record["counts"].items()),
+        f"  checked: {checked}",
+        f"  begins: {repr(text) if isinstance(text, str) else f'{text} (text: --tokenizer)'}",
+    ]
+    return "\n".join(lines)
 
 
 @dataclass
@@ -146,7 +187,9 @@ class Decode:
     """Shards back to text: a .jsonl of documents, or text with <|endoftext|> between them; printed without --out."""
 
     shards: tyro.conf.Positional[list[str]]
+    """Files, folders or globs."""
     out: Path | None = None
+    """File to write: .jsonl, or any other suffix for text."""
     tokenizer: str | None = None
     """As for prepare; that of the manifest beside the shards, if not given."""
     eot: str | None = None
@@ -159,39 +202,27 @@ class Decode:
             raise ValueError("there is no manifest.json beside the shards: name their tokenizer with --tokenizer")
         if self.out is not None:
             path = decode_shards(self.shards, tokenizer, self.out, self.max_documents, self.overwrite)
-            console.print(f"written: {path}", highlight=False)
+            say(f"written: {path}")
             return
         for text in decoded(self.shards, tokenizer, self.max_documents):
             sys.stdout.write(text + "\n")
 
 
 class _Report:
-    """A line of progress on stderr, redrawn a few times a second however many documents there are."""
+    """Updates the progress a few times a second, however many documents there are."""
 
-    def __init__(self) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("opening sources", total=None)
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
         self._start = self._shown = time.monotonic()
-        self.status = Status()
-
-    def __enter__(self) -> _Report:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
     def __call__(self, status: Status) -> None:
-        self.status = status
         now = time.monotonic()
         if now - self._shown < 0.2:
             return
         self._shown = now
         rate = (status.total_tokens - status.resumed_tokens) / (now - self._start)
-        text = f"{status.total_tokens:,} tokens, {sum(status.documents.values()):,} documents, {rate:,.0f} tokens/s"
-        total, completed = (None, 0.0) if status.share is None else (1.0, status.share)
-        self._progress.update(self._task, description=text, total=total, completed=completed)
+        note = f"{status.total_tokens:,} tokens, {sum(status.documents.values()):,} documents, {rate:,.0f} tokens/s"
+        self._bar.update(status.share or 0.0, note, "preparing", None if status.share is None else 1.0)
 
 
 def _tokenizer(shards: list[str], name: str | None, eot: str | None) -> Tokenizer | None:

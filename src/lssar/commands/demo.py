@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from lssar.commands.common import console, length_table, progress, say_where
+from lssar.commands.common import Progress, console, say_where, show_length_table, show_table
 from lssar.records import command_line, environment, write_file, write_json
 
 if TYPE_CHECKING:
@@ -68,8 +65,8 @@ class Demo:
             arms.append(self._retrieval(run, model, data))
             curves.append(self._length(run, model, data))
             diagnostics.append(self._diagnostics(run, model, data))
-        console.print(found_table(arms))
-        console.print(length_table(curves))
+        show_found(arms)
+        show_length_table(curves)
         files = self._write(runs, data, arms, curves, diagnostics)
         for arm in arms:
             console.print(outcome(arm), highlight=False)
@@ -85,12 +82,11 @@ class Demo:
         text = background_of(TokenStream(data.held_out_shards()), data.eot)
         maker = TaskMaker(run.tokenizer, text, passkey_in_background=True)
         rows = []
-        with progress() as bar:
-            task = bar.add_task(f"{run.folder.name}: looking for the key", total=len(self.multiples))
+        with Progress(f"{run.folder.name}: looking for the key", len(self.multiples)) as bar:
             for multiple in self.multiples:
                 length = run.recipe.length * multiple
                 rows.append(evaluate_retrieval(model, maker, "passkey", length, samples=self.samples, seed=self.seed))
-                bar.advance(task)
+                bar.advance()
         about = {"run": run.folder.name, "step": run.step, "ntk": "off", "window": None, "label": run.folder.name}
         return about | self._about(run) | {"rows": rows}
 
@@ -106,9 +102,8 @@ class Demo:
         lengths = [run.recipe.length * multiple for multiple in self.multiples]
         documents = held_out_documents(data.path, run.recipe.vocab_size, max(lengths) + 1)
         pieces = pieces_of(documents, max(lengths), self.pieces)
-        with progress() as bar:
-            task = bar.add_task(f"{run.folder.name}: loss by length", total=len(lengths) * len(pieces))
-            curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))
+        with Progress(f"{run.folder.name}: loss by length", len(lengths) * len(pieces)) as bar:
+            curve = evaluate_length(model, pieces, lengths, report=bar.advance)
         return {"run": run.folder.name, "label": run.folder.name, "step": run.step, **self._about(run), **curve}
 
     def _diagnostics(self, run: Run, model: Any, data: Any) -> dict[str, Any]:
@@ -170,14 +165,11 @@ class Demo:
             )  # fmt: skip
 
 
-def found_table(arms: list[dict[str, Any]]) -> Table:
-    table = Table(title="keys found in Python source, by length of the text in bytes (multiple of the training length)")
-    table.add_column("model")
-    for row in arms[0]["rows"]:
-        table.add_column(f"{row['length']:,} ({row['length'] // arms[0]['train_length']}x)", justify="right")
-    for arm in arms:
-        table.add_row(arm["label"], *(f"{row['greedy']['right']} of {row['greedy']['of']}" for row in arm["rows"]))
-    return table
+def show_found(arms: list[dict[str, Any]]) -> None:
+    lengths = [f"{row['length']:,} ({row['length'] // arms[0]['train_length']}x)" for row in arms[0]["rows"]]
+    rows = [[arm["label"], *(f"{r['greedy']['right']} of {r['greedy']['of']}" for r in arm["rows"])] for arm in arms]
+    title = "Keys found in Python source, by length of the text in bytes (multiple of the training length)"
+    show_table(["model", *lengths], rows, title)
 
 
 def outcome(arm: dict[str, Any]) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lssar.commands.common import TrainingLine, console, held_out_folder, length_table, progress, say_where
+from lssar.commands.common import Progress, TrainingProgress, console, say_where, show_length_table
 from lssar.records import command_line, environment, write_json
 
 
 @dataclass
 class DemoTrain:
-    """Train small models at a short length, then read held-out text up to 16 times as long: a table and a picture."""
+    """Train small models at a short length, then evaluate them on held-out text up to 16 times as long."""
 
     attention: list[str] = field(default_factory=lambda: ["softmax", "lssar", "cosine_softmax"])
     """Mechanisms to compare; cosine_softmax is the control: LSSA's scores under plain softmax."""
@@ -35,8 +34,8 @@ class DemoTrain:
     def run(self) -> None:
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of
         from lssar.plots import plot_length
+        from lssar.runs import Run
         from lssar.training import recipe, train
-        from lssar.training.loop import load_run
 
         data = {} if self.text is None else {"data": str(self._shards(self.text))}
         console.print(
@@ -51,20 +50,18 @@ class DemoTrain:
             )  # fmt: skip
             heads = "" if self.heads is None else f"-heads{self.heads}"
             folder = self.out / "runs" / f"{name}-{self.size}{heads}-{self.length}-{self.steps}-seed{self.seed}"
-            with TrainingLine(self.steps, name) as line:
+            with TrainingProgress(f"training {name}", self.steps) as line:
                 if train(settings, folder, report=line.report)["step"] < self.steps:
-                    raise KeyboardInterrupt  # what is trained is kept; the same command goes on
-            model, _, step = load_run(folder)
+                    raise KeyboardInterrupt  # what is trained is kept; the same command resumes
+            run = Run.open(folder)
             lengths = [self.length * multiple for multiple in self.multiples]
-            held_out = held_out_folder(folder, settings, None)
-            documents = held_out_documents(held_out, settings.vocab_size, max(lengths) + 1)
+            documents = held_out_documents(run.data.path, run.recipe.vocab_size, max(lengths) + 1)
             pieces = pieces_of(documents, max(lengths), self.pieces)
-            with progress() as bar:
-                task = bar.add_task(f"reading with {name}", total=len(lengths) * len(pieces))
-                curve = evaluate_length(model, pieces, lengths, report=partial(bar.advance, task))
-            about = {"run": folder.name, "label": name, "attention": name, "step": step}
+            with Progress(f"evaluating {name}", len(lengths) * len(pieces)) as bar:
+                curve = evaluate_length(run.model(), pieces, lengths, report=bar.advance)
+            about = {"run": folder.name, "label": name, "attention": name, "step": run.step}
             curves.append({**about, "train_length": self.length, "recipe": settings.to_dict(), **curve})
-        console.print(length_table(curves))
+        show_length_table(curves)
         for curve in curves:
             console.print(verdict(curve), highlight=False)
         result = {"command": command_line(), "environment": environment(), "curves": curves}

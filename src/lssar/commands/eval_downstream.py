@@ -11,11 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import tyro
-from rich.table import Table
 
-from lssar.commands.common import DEVICE, arm_label, begin_figures, console, progress, say_where
+from lssar.commands.common import (
+    Progress,
+    UsageError,
+    check_given,
+    name_arms,
+    open_results,
+    print_csv,
+    print_json,
+    say,
+    say_where,
+    show_table,
+)
 from lssar.evaluation.benchmarks import (
     BENCHMARKS,
     RULER,
@@ -27,7 +36,7 @@ from lssar.evaluation.benchmarks import (
     shown,
     table_of,
 )
-from lssar.records import command_line, environment, write_json
+from lssar.records import command_line, environment, warn, write_json
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -36,8 +45,8 @@ OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 class Downstream:
     """Zero-shot benchmarks for runs and Hugging Face folders side by side, with standard errors and chance.
 
-    The figures are written after every task; the same command goes on where it ended, and a command with other models
-    or tasks and the same --out adds to what is there."""
+    Results are written after every task: the same command resumes, and a command with other models or tasks and the
+    same --out adds to them."""
 
     models: tyro.conf.Positional[list[Path]]
     """Run folders, or folders that transformers can load (lm-eval is needed for these)."""
@@ -46,50 +55,80 @@ class Downstream:
     tasks: list[str] = field(default_factory=list)
     """lm-eval's names; those with a file in --data, if not given."""
     ruler: list[int] = field(default_factory=list)
-    """Lengths at which to ask RULER's needle tasks too; these are generated, and need lm-eval."""
+    """Lengths at which to run RULER's needle tasks too; these are generated, and need lm-eval."""
     limit: int | None = None
-    """At most so many documents of a task."""
+    """At most this many documents of a task."""
     max_length: int | None = None
-    """Context in tokens; the training length, if not given. What is longer loses its beginning."""
+    """Context in tokens; the training length, if not given. Longer inputs lose their beginning."""
     ntk: Literal["off", "length"] = "off"
+    """Rotary base as trained, or scaled with the length (NTK-aware)."""
     window: int | None = None
+    """Evaluate the runs with a sliding window of this many tokens."""
     tokenizer: str | None = None
     """Of runs: bytes, gpt2, or a file; that of the run's data, if not given."""
     harness: Literal["auto", "lm-eval", "builtin"] = "auto"
-    """lm-eval where it is installed, or the built-in one, which asks the same and scores the same."""
+    """lm-eval where it is installed, or the built-in one, which asks and scores in the same way."""
     batch_tokens: int | None = None
-    """Tokens at once: 262,144 on a GPU, 16,384 on a CPU, if not given."""
-    device: str = DEVICE
+    """Tokens in one forward pass: 262,144 on a GPU, 16,384 on a CPU, if not given."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     out: Path = Path("out/downstream")
     """Path without suffix for the .json."""
     overwrite: bool = False
-    """Begin anew where there are figures of other settings."""
+    """Start over where there are results with other settings."""
+    json: bool = False
+    """Print the results as JSON instead of a table."""
+    csv: bool = False
+    """Print one line of CSV for each model, task and metric instead of a table."""
 
     def run(self) -> None:
         harness = self._harness()
         if harness == "lm-eval" and self.data is not None:
             for name in OFFLINE:  # before anything of Hugging Face's is imported
                 os.environ.setdefault(name, "1")
+        check_given(self.models, "run or model folders")
         tasks = self._tasks()
-        result = begin_figures(self._json, {"limit": self.limit}, self.overwrite)
+        result = open_results(self._json, {"limit": self.limit}, self.overwrite)
+        failed: list[str] = []
         for folder in self.models:
             model = _Model(self, folder, harness)
-            arm = model.arm(result)
-            todo = [task for task in self._all(tasks) if task not in arm["tasks"]]
-            with progress() as bar:
-                line = bar.add_task(arm["label"], total=len(todo))
-                for task in todo:
-                    bar.update(line, description=f"{arm['label']}: {task}")
-                    start = time.perf_counter()
+            failed += self._evaluate(model, model.arm(result), tasks, result)
+        files = [write_json(self._json, result, overwrite=True)]
+        if self.json:
+            print_json(result)
+        elif self.csv:
+            print_csv([row for arm in result["arms"] for row in csv_rows(arm)])
+        elif any(arm["tasks"] for arm in result["arms"]):
+            show_table(*table_of(result), "Zero-shot accuracy, %; perplexity as it is", keys=2)
+            say("+- is one standard error; * is not two of them above chance, or above always giving one answer.")
+        say_where(files, self.json or self.csv)
+        if failed:
+            raise ValueError(f"without {', '.join(failed)}: see the warnings above")
+
+    def _evaluate(self, model: _Model, arm: dict[str, Any], tasks: list[str], result: dict[str, Any]) -> list[str]:
+        """Run what is missing; returns the tasks that could not be run, each of which is warned about."""
+        failed = []
+        todo = [task for task in self._all(tasks) if task not in arm["tasks"]]
+        with Progress(arm["label"], len(todo)) as bar:
+            for number, task in enumerate(todo):
+                bar.update(number, label=f"{arm['label']}: {task}")
+                start = time.perf_counter()
+                try:
                     row = model.measure(task)
-                    arm["tasks"][task] = row | {"seconds": round(time.perf_counter() - start, 3)}
-                    write_json(self._json, result, overwrite=True)
-                    bar.advance(line)
-                    if not bar.console.is_terminal:
-                        _say(arm["label"], task, arm["tasks"][task])
-        console.print(downstream_table(result))
-        console.print("+- is one standard error; * is not two of them above chance, or above one answer for all.")
-        say_where([write_json(self._json, result, overwrite=True)])
+                except (ValueError, OSError, AssertionError) as error:  # lm-eval asserts what its tasks need
+                    warn(f"{task} is left out: {error}")
+                    failed.append(task)
+                    continue
+                if truncated := row.get("truncated"):
+                    warn(
+                        f"{task}: {truncated} answers are longer than the context of {model.max_length} tokens; only "
+                        "their last tokens are scored. --max-length N sets a longer context"
+                    )
+                arm["tasks"][task] = row | {"seconds": round(time.perf_counter() - start, 3)}
+                write_json(self._json, result, overwrite=True)
+                metrics = ", ".join(f"{metric} {shown(value, metric)}" for metric, value in row["metrics"].items())
+                bar.update(number + 1, metrics)
+        return failed
 
     @property
     def _json(self) -> Path:
@@ -105,9 +144,9 @@ class Downstream:
             raise ImportError("--harness lm-eval needs lm-eval: pip install 'lssar[eval]', or --harness builtin")
         if chosen == "builtin":
             if self.data is None:
-                raise ValueError("give --data FOLDER with NAME.jsonl files; only lm-eval downloads its tasks")
+                raise UsageError("give --data FOLDER with NAME.jsonl files; only lm-eval downloads its tasks")
             if self.ruler:
-                raise ValueError("--ruler needs lm-eval: pip install 'lssar[eval]'")
+                raise UsageError("--ruler needs lm-eval: pip install 'lssar[eval]'")
         return chosen
 
     def _tasks(self) -> list[str]:
@@ -136,44 +175,40 @@ class _Model:
     def __init__(self, command: Downstream, folder: Path, harness: str) -> None:
         self.command, self.folder, self.harness = command, folder, harness
         self.is_run = (folder / "checkpoints").is_dir()
-        self.recipe: Any = None
+        self.run: Any = None
+        self.max_length: Any = command.max_length
         if self.is_run:
             from lssar.data.tokenizers import load_tokenizer
-            from lssar.training.loop import load_run
-            from lssar.training.sources import data_folder, tokenizer_of
+            from lssar.runs import Run
 
-            self.model, self.recipe, self.step = load_run(folder, command.device)
-            given = command.tokenizer
-            of_data = data_folder(self.recipe, folder)
-            self.tokenizer = load_tokenizer(given) if given else tokenizer_of(of_data, self.recipe.vocab_size)
+            self.run = run = Run.open(folder, command.device)
+            self.model, self.dtype = run.model(), run.dtype
+            self.tokenizer = load_tokenizer(command.tokenizer) if command.tokenizer else run.tokenizer
             self.model.ntk = command.ntk
             self.model.window = command.window if command.window is not None else self.model.window
-            on_gpu = command.device.startswith("cuda")
-            self.dtype = torch.bfloat16 if on_gpu and self.recipe.dtype == "bfloat16" else None
-            self.max_length = command.max_length or self.recipe.length
-            self.batch_tokens = command.batch_tokens or (262_144 if on_gpu else 16_384)
+            self.max_length = command.max_length or run.recipe.length
+            self.batch_tokens = command.batch_tokens or run.batch_tokens
         elif not (folder / "config.json").exists():
             raise FileNotFoundError(f"{folder} is no run folder, nor a model folder of Hugging Face's: no config.json")
         elif harness != "lm-eval":
             raise ValueError(f"{folder} is a Hugging Face folder, which needs --harness lm-eval")
         elif command.ntk != "off" or command.window is not None:
-            raise ValueError("--ntk and --window are for runs; a Hugging Face folder is read as its config says")
-        else:
-            self.max_length = command.max_length
+            raise UsageError("--ntk and --window are for runs; a Hugging Face folder is evaluated as its config says")
         self._lm: Any = None
 
     @property
     def lm(self) -> Any:
         from lssar.hf import lm_eval as ours
+        from lssar.runs import pick_device
 
         if self._lm is None:
             if self.is_run:
                 self._lm = ours.LssarLM(
-                    self.model, self.tokenizer, self.max_length, self.batch_tokens, self.command.device, self.dtype,
+                    self.model, self.tokenizer, self.max_length, self.batch_tokens, str(self.run.device), self.dtype,
                     self.command.ntk, self.command.window,
                 )  # fmt: skip
             else:
-                self._lm = ours.huggingface_lm(self.folder, self.max_length, self.command.device)
+                self._lm = ours.huggingface_lm(self.folder, self.max_length, str(pick_device(self.command.device)))
         return self._lm
 
     def arm(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -184,24 +219,21 @@ class _Model:
 
             harness = f"lm-eval {version()}"
         identity: dict[str, Any] = {"model": self.folder.name, "max_length": self.max_length, "harness": harness}
-        label, about = self.folder.name, {}
+        about = {}
         if self.is_run:
-            window = c.window if c.window is not None else self.recipe.window
-            identity |= {"step": self.step, "ntk": c.ntk, "window": window}
-            label = arm_label(self.recipe, c.ntk, c.window)
-            about = {"attention": self.recipe.attention, "recipe": self.recipe.to_dict()}
+            recipe = self.run.recipe
+            window = c.window if c.window is not None else recipe.window
+            identity |= {"step": self.run.step, "ntk": c.ntk, "window": window}
+            about = {"attention": recipe.attention, "recipe": recipe.to_dict()}
         for arm in result["arms"]:
             if all(arm.get(key) == value for key, value in identity.items()):
                 return arm
         arm = {
-            **identity,
-            "label": label,
-            **about,
-            "command": command_line(),
-            "environment": environment(),
+            **identity, "label": self.folder.name, **about, "command": command_line(), "environment": environment(),
             "tasks": {},
-        }
+        }  # fmt: skip
         result["arms"].append(arm)
+        name_arms(result["arms"])
         return arm
 
     def measure(self, task: str) -> dict[str, Any]:
@@ -218,7 +250,7 @@ class _Model:
             found = run_tasks(self.lm, [task], limit=c.limit)
             return {"documents": found["n-samples"].get(task, {}).get("effective"), "metrics": metrics_of(found, task)}
         documents = read_documents(task, c.data, c.limit)
-        about = {"file": find_file(task, c.data).name}
+        about: dict[str, Any] = {"file": find_file(task, c.data).name}
         if self.harness == "builtin":
             return about | evaluate_benchmark(
                 self.model, self.tokenizer, task, documents, self.max_length, self.batch_tokens, self.dtype
@@ -227,21 +259,16 @@ class _Model:
 
         with tempfile.TemporaryDirectory() as folder:
             found = run_tasks(self.lm, [task], write_tasks({task: documents}, Path(folder)))
+        if truncated := getattr(self.lm, "truncated", 0):
+            about["truncated"] = truncated
         questions = [benchmark(task).question(document) for document in documents]
         return about | {"documents": len(documents), **chance(questions), "metrics": metrics_of(found, task)}
 
 
-def _say(label: str, task: str, row: dict[str, Any]) -> None:
-    """A line for a log, where there is no bar."""
-    found = ", ".join(f"{metric} {shown(value, metric)}" for metric, value in row["metrics"].items())
-    print(f"{label}: {task}: {found} ({row['seconds']:.1f}s)", flush=True)
-
-
-def downstream_table(result: dict[str, Any]) -> Table:
-    heads, rows = table_of(result)
-    table = Table(title="zero-shot, %; perplexity as it is")
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def csv_rows(arm: dict[str, Any]) -> list[dict[str, Any]]:
+    about = {key: arm[key] for key in ("model", "label", "max_length", "harness")}
+    return [
+        about | {"task": task, "documents": row["documents"], "metric": metric, **value, "chance": row.get("chance")}
+        for task, row in arm["tasks"].items()
+        for metric, value in row["metrics"].items()
+    ]

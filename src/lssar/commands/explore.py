@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import tyro
 
-from lssar.commands.common import console, progress, say_where
+from lssar.commands.common import Progress, console, say_where
 
 
 @dataclass
@@ -50,12 +49,11 @@ class Explore:
         opened = [Run.open(folder, "cpu") for folder in self.runs]
         subjects = [Subject(run.folder.resolve().name, run.model(), run.tokenizer) for run in opened]
         layers = self.layers or None
-        with progress() as bar:
-            total = sum(len(layers or s.model.layers()) for s in subjects)
-            task = bar.add_task("computing attention, layers", total=total)
+        total = sum(len(layers or s.model.layers()) for s in subjects)
+        with Progress("computing attention, layers", total) as bar:
             path = write_explorer(
                 subjects, content, self.out, title=f"Attention in {self.text.name}", tokens=self.tokens, top=self.top,
-                layers=layers, overwrite=self.overwrite, report=partial(bar.advance, task),
+                layers=layers, overwrite=self.overwrite, report=bar.advance,
             )  # fmt: skip
         say_where([path])
         size = path.stat().st_size / 1e6

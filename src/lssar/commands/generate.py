@@ -7,39 +7,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
-
-from lssar.commands.common import DEVICE
 
 
 @dataclass
 class Generate:
-    """Continue a prompt, streamed as it comes."""
+    """Continue a prompt, printed token by token."""
 
     folder: tyro.conf.Positional[Path]
     """Run folder."""
     prompt: str = "\n"
     tokens: int = 200
+    """At most this many new tokens; an end of document ends it earlier."""
     temperature: float = 0.8
+    """0 takes the most likely token."""
     top_k: int | None = 50
+    """Sample among this many most likely tokens."""
     seed: int = 0
     ntk: Literal["off", "length"] = "off"
+    """Rotary base as trained, or scaled with the length (NTK-aware)."""
     tokenizer: str | None = None
     """bytes, gpt2, or a file; that of the run's data, if not given."""
-    device: str = DEVICE
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
 
     def run(self) -> None:
-        from lssar.data.tokenizers import load_tokenizer
-        from lssar.training.loop import load_run
-        from lssar.training.sources import data_folder, tokenizer_of
+        import torch
 
-        model, recipe, _ = load_run(self.folder, self.device)
+        from lssar.data.tokenizers import load_tokenizer
+        from lssar.runs import Run
+
+        run = Run.open(self.folder, self.device)
+        tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else run.tokenizer
+        model = run.model()
         model.ntk = self.ntk
-        folder = data_folder(recipe, self.folder)
-        tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else tokenizer_of(folder, recipe.vocab_size)
-        ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(self.prompt).tolist()]], device=self.device)
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+        ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(self.prompt).tolist()]], device=run.device)
+        generator = torch.Generator(run.device).manual_seed(self.seed)
         made: list[int] = []
         shown = ""
         sys.stdout.write(self.prompt)

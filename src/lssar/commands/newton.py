@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
-from rich.table import Table
 
-from lssar.commands.common import DEVICE, console, say_where
+from lssar.commands.common import say, say_where, show_table
 from lssar.records import command_line, environment, write_json
 
 if TYPE_CHECKING:
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Newton:
-    """Newton's law from orbits: do models that foretell motion find the force behind it, and which attention does?"""
+    """Newton's law from orbits: do models that predict motion find the force behind it, and with which attention?"""
 
     scale: Literal["ci", "smoke", "h200", "109m"] = "smoke"
     """`smoke`: minutes on two cores. `h200`: 10M parameters, every arm, minutes on a GPU. `109m`: the original's."""
     out: Path | None = None
-    """Folder of the sweep; out/newton-SCALE, if not given. Arms that are finished there are not run again."""
+    """Folder of the sweep; out/newton-SCALE, if not given. Arms finished there are not run again."""
     mechanisms: list[str] = field(default_factory=list)
     """Only these, e.g. lssar softmax lssar,p=3; those of the scale, if none is given."""
     seeds: list[int] = field(default_factory=list)
@@ -34,13 +33,15 @@ class Newton:
     labels: list[int] = field(default_factory=list)
     """Numbers of labelled systems; those of the scale, if none is given."""
     pretrain_steps: int | None = None
-    """Another number than the scale's; so for fine-tuning."""
+    """Steps of pre-training; the scale's, if not given."""
     finetune_steps: int | None = None
+    """Steps of fine-tuning; the scale's, if not given."""
     workers: int | None = None
-    """Jobs at a time; one a core on a CPU, 4 on a GPU, if not given."""
+    """Jobs at a time; one for each core on a CPU, 4 on a GPU, if not given."""
     time_limit: float | None = None
-    """Seconds after which to save and end; the same command goes on. Jobs that would take longer are not begun."""
-    device: str = DEVICE
+    """Seconds after which to save and stop; the same command resumes. Jobs that would take longer are not started."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     compile: bool = True
     """On a GPU: blocks of the models by torch.compile, in longer training runs."""
     graphs: bool = True
@@ -66,22 +67,24 @@ class Newton:
         from lssar.experiments.newton.families import SCALES, claim, jobs_of
         from lssar.experiments.newton.steps import Execution
         from lssar.experiments.newton.sweep import run_all
+        from lssar.runs import pick_device
 
         families = tuple(self._changed(family) for family in SCALES[self.scale])
         out = self.out or Path("out") / f"newton-{self.scale}"
         jobs = jobs_of(families)
-        cuda = self.device.startswith("cuda")
+        device = str(pick_device(self.device))
+        cuda = device.startswith("cuda")
         workers = self.workers or min(len(jobs), 4 if cuda else os.cpu_count() or 1)
         arms = sum(len(list(job.arms())) for job in jobs)
-        console.print(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}", highlight=False)
+        say(f"{arms} arms in {len(jobs)} jobs, {workers} at a time, into {out}")
         claim(families, out)
         if not all((out / "arms" / f"{arm}.json").exists() for job in jobs for arm, _, _ in job.arms()):
-            sitting = {"command": command_line(), "environment": environment()}
-            write_json(out / "run.json", {**sitting, "earlier": _sittings(out)}, overwrite=True)
+            session = {"command": command_line(), "environment": environment()}
+            write_json(out / "run.json", {**session, "earlier": _sessions(out)}, overwrite=True)
         how = Execution(compile=cuda and self.compile, graph=cuda and self.graphs)
-        done = run_all(families, out, self.device, workers, self.time_limit, self.keep_weights, how=how)
+        done = run_all(families, out, device, workers, self.time_limit, self.keep_weights, how=how)
         if not done:
-            console.print("not all arms are finished; the same command goes on", highlight=False)
+            say("not all arms are finished; the same command resumes")
         elif self.laws and _have("pyoperon", "sympy"):
             ReadLaw(out, draws=3, workers=workers).read()
         if self.summary:
@@ -117,7 +120,7 @@ class ReadLaw:
 
 @dataclass
 class Publish:
-    """Copy the results of a sweep, as one JSON, and its figures to where documents find them."""
+    """Copy the results of a sweep, as one JSON file, and its figures to where the docs find them."""
 
     folder: tyro.conf.Positional[Path]
     """Folder of the sweep."""
@@ -131,7 +134,7 @@ class Publish:
 
 @dataclass
 class Report:
-    """Write the tables of a document anew from the committed results; with --check only say whether that changes it."""
+    """Fill the tables of a document from the committed results; with --check only say whether that changes it."""
 
     page: tyro.conf.Positional[Path] = Path("docs/newton.md")
     check: bool = False
@@ -144,15 +147,15 @@ class Report:
             raise FileNotFoundError(f"{self.page} does not exist")
         text = filled(self.page)
         if text == self.page.read_text():
-            console.print(f"{self.page} is up to date", highlight=False)
+            say(f"{self.page} is up to date")
         elif self.check:
-            raise ValueError(f"{self.page} is not what the results say; run `lssar newton report`")
+            raise ValueError(f"{self.page} does not match the results; run `lssar newton report`")
         else:
             say_where([write_file(self.page, lambda p: p.write_text(text), overwrite=True)])
 
 
-def _sittings(out: Path) -> list[dict[str, Any]]:
-    """Commands and machines that worked on a sweep, in order: arms that are finished stay from the sitting they had."""
+def _sessions(out: Path) -> list[dict[str, Any]]:
+    """Commands and machines that worked on a sweep, in order; a finished arm keeps its record of an earlier session."""
     path = out / "run.json"
     if not path.exists():
         return []
@@ -171,8 +174,8 @@ def write(out: Path, to: Path, overwrite: bool) -> tuple[dict[str, Any], list[Pa
     from lssar import plots
     from lssar.experiments.newton.results import collect
 
-    sittings = _sittings(out)
-    about = {**sittings[-1], "earlier": sittings[:-1]} if sittings else {}
+    sessions = _sessions(out)
+    about = {**sessions[-1], "earlier": sessions[:-1]} if sessions else {}
     result = {**about, **collect(out)}
     files = [write_json(to.with_name(f"{to.name}.json"), result, overwrite)]
     if result["arms"] and _have("matplotlib"):
@@ -189,23 +192,23 @@ def finish(out: Path) -> None:
 
     result, files = write(out, out / "newton", overwrite=True)
     if result["arms"]:
-        console.print(exponents_shown(result), width=max(console.width, 110))
+        show_exponents(result)
     for (name, counts), row in zip(law_counts(result), result["laws"]):
-        console.print(f"{name}: m1 m2 / r^2 in {counts}", highlight=False, soft_wrap=True)
+        say(f"{name}: m1 m2 / r^2 in {counts}")
         for text in dict.fromkeys(law["law"] for law in row["laws"]):
-            console.print(f"    F = {text}", highlight=False, soft_wrap=True)
+            say(f"    F = {text}")
     say_where(files)
 
 
-def exponents_shown(result: dict[str, Any]) -> Table:
-    table = Table(title="F ~ m1^a m2^b r^c on systems never labelled (Newton: 1 1 -2), standard errors, largest error")
-    for name in ("world", "model", "labels", "seed", "a b c", "s.e.", "error", "R2"):
-        table.add_column(name, justify="left" if name in ("world", "model") else "right", no_wrap=name == "a b c")
-    rows = [row | {"model": f"{row['mechanism']}, {row['start']}"} for row in result["arms"]]
-    rows += [row | {"model": f"oracle: {row['oracle']}"} for row in result["oracles"]]
-    for row in rows:
+def show_exponents(result: dict[str, Any]) -> None:
+    rows = []
+    arms = [row | {"model": f"{row['mechanism']}, {row['start']}"} for row in result["arms"]]
+    arms += [row | {"model": f"oracle: {row['oracle']}"} for row in result["oracles"]]
+    for row in arms:
         exponents = " ".join(f"{row[e]:.3f}" for e in ("m1", "m2", "r"))
         deviation = max(row["standard_errors"].values())
         about = [row["world"], row["model"], str(row.get("labels", "")), str(row.get("seed", ""))]
-        table.add_row(*about, exponents, f"{deviation:.3f}", f"{row['error']:.3f}", f"{row['r2']:.4f}")
-    return table
+        rows.append([*about, exponents, f"{deviation:.3f}", f"{row['error']:.3f}", f"{row['r2']:.4f}"])
+    head = ["world", "model", "labels", "seed", "a b c", "s.e.", "error", "R2"]
+    title = "F ~ m1^a m2^b r^c on systems never labelled (Newton: 1 1 -2), standard errors, largest error"
+    show_table(head, rows, title, keys=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +9,32 @@ from pathlib import Path
 import tyro
 
 from lssar.commands.common import UsageError, draw, say_where
+from lssar.records import read_json
 
 
 @dataclass
 class Plot:
-    """Draw JSON files of `lssar eval length`, `lssar demo-train` or `lssar eval retrieval` in one figure: some may be
-    made elsewhere, or later. Of a run whose retrieval was read at several steps the last is drawn."""
+    """Draw JSON results of `lssar eval length`, `lssar demo-train` or `lssar eval retrieval` in one figure.
+
+    Of a run whose retrieval was evaluated at several steps, the last step is drawn."""
 
     files: tyro.conf.Positional[list[Path]]
+    """JSON files."""
     out: Path | None = None
     """Path without suffix for the .png and .svg; beside the first JSON, if not given."""
     overwrite: bool = False
+    """Replace earlier figures."""
 
     def run(self) -> None:
         from lssar.plots import plot_length, plot_retrieval
 
         if not self.files:
             raise UsageError("which JSON files? See `lssar plot --help`")
-        results = [json.loads(file.read_text()) for file in self.files]
+        results = [read_json(file, dict) for file in self.files]
         kind = "arms" if "arms" in results[0] else "curves"
         for file, result in zip(self.files, results):
-            if kind not in result:
-                what = {"arms": "figures of retrieval", "curves": "curves of loss by length"}[kind]
+            if not isinstance(result.get(kind), list) or not result[kind]:
+                what = {"arms": "results of retrieval", "curves": "curves of loss by length"}[kind]
                 raise ValueError(f"{file} holds no {what}")
         drawn = [entry for result in results for entry in result[kind]]
         plot: Callable[..., Path] = plot_length

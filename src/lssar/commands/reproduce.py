@@ -13,9 +13,10 @@ from typing import Any
 
 import tyro
 
-from lssar.commands.common import TrainingLine, UsageError, console, say_where
+from lssar.commands.common import TrainingProgress, UsageError, console, say, say_where
 from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
 from lssar.experiments.arms import ScaleName
+from lssar.tables import terminal_text
 
 ALL = "all"
 
@@ -38,11 +39,11 @@ class Reproduce:
     data: Path | None = None
     """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
     bench: Path | None = None
-    """Folder of benchmark files for `downstream`; data/bench, if not given. Without it nothing else is missed."""
+    """Folder of benchmark files for `downstream`; data/bench, if not given. Only `downstream` needs it."""
     time_limit: float | None = None
-    """Seconds after which to save and end, within an arm if need be."""
+    """Seconds after which to save and stop, within an arm if need be."""
     whole_arms: bool = False
-    """With --time-limit: begin no arm that is unlikely to be finished, where the disk goes with the machine."""
+    """With --time-limit: start no arm that is unlikely to finish, for machines whose disk does not last."""
     workers: int = 1
     """Processes that share the machine, an arm each."""
     compile: bool | None = None
@@ -57,7 +58,6 @@ class Reproduce:
         from lssar.experiments.runner import Queue, measured, prepare_data, work_through
 
         scale = scale_of(self.scale, self.tokens, self.out)
-        say = lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False)  # noqa: E731
         wanted = []
         for experiment in (EXPERIMENTS[name] for name in chosen(self.names)):
             missing = next(
@@ -74,7 +74,7 @@ class Reproduce:
             from lssar.experiments.dry_run import describe
 
             for arm in arms:
-                console.print(describe(arm, scale), highlight=False, soft_wrap=True)
+                say(describe(arm, scale))
             return
         if self.workers < 1:
             raise UsageError(f"--workers must be at least 1; got {self.workers}")
@@ -88,7 +88,7 @@ class Reproduce:
         done = sum(map(queue.finished, arms))
         steps, batch = scale.base.steps, scale.base.batch_tokens
         about = f"{len(arms)} arms of {steps * batch:,} tokens ({steps:,} steps), {done} of them finished before"
-        console.print(f"{about}; results in {scale.results}", highlight=False, soft_wrap=True)
+        say(f"{about}; results in {scale.results}")
         for experiment in wanted:
             if experiment.measure is not None:
                 measured(scale.results, experiment.name, command, experiment.measure)
@@ -97,11 +97,13 @@ class Reproduce:
         pictures = importlib.util.find_spec("matplotlib") is not None
         if not pictures:
             say("no pictures, they need matplotlib (pip install 'lssar[plots]'): `lssar reproduce report` draws them")
+        if self.scale == "smoke":
+            say("\nScale smoke only shows that everything runs: its models are too small to decide anything.")
         for experiment in wanted:
             table, written = collect.write(experiment, scale, pictures)
             files += written
             for caption, body in collect.sections(table):
-                say(f"\n## {table['title']}\n\n{caption}:\n\n{body}")
+                say(f"\n{table['title']}\n{caption}:\n\n{terminal_text(body, console.width)}")
         if files:
             say_where(files)
         left = [arm.key for arm in arms if not queue.finished(arm)]
@@ -123,18 +125,23 @@ class Report:
     page: Path | None = None
     """docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
     check: bool = False
-    """Write nothing, and fail if the page is not what the results say."""
+    """Write nothing, and fail if the page does not match the results."""
 
     def run(self) -> None:
         from lssar.experiments import report
 
         scale = scale_of(self.scale, self.tokens, self.out)
+        if not any(scale.results.glob("*.json")):
+            raise FileNotFoundError(
+                f"no results in {str(scale.results)!r}: run this in a checkout of the repository, or name the --out "
+                "FOLDER of an earlier `lssar reproduce NAME...`"
+            )
         page = self.page or report.usual_page(scale)
         if self.check:
             stale = report.stale(scale, page)
             if stale:
-                raise ValueError(f"not what the results say, run `lssar reproduce report`: {', '.join(stale)}")
-            console.print(f"{page} says what the results say")
+                raise ValueError(f"these do not match the results, run `lssar reproduce report`: {', '.join(stale)}")
+            say(f"{page} matches the results")
             return
         say_where(report.write(scale, page))
 
@@ -163,5 +170,5 @@ def required(wanted: list[Any], scale: Scale) -> dict[str, tuple[str, ...]]:
 @contextlib.contextmanager
 def watch(arm: Arm) -> Iterator[Any]:
     """A live line of progress on a terminal."""
-    with TrainingLine(arm.recipe.steps, arm.name) as line:
+    with TrainingProgress(arm.name, arm.recipe.steps) as line:
         yield line.report

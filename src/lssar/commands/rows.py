@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
 
-from lssar.commands.common import console, say_where
+from lssar.commands.common import console, say_where, show_table
 from lssar.records import write_json
 
 
@@ -26,16 +25,12 @@ class RowsDemo:
 
         with console.status("computing attention rows"), torch.no_grad():
             result = dilution(seed=self.seed)
-        table = Table(
-            title="One relevant key among n: largest weight, entropy H (nats), effective number of keys exp(H)"
-        )
-        table.add_column("n")
-        for mechanism in result["mechanisms"]:
-            table.add_column(mechanism, justify="right")
+        rows = []
         for n in dict.fromkeys(row["n"] for row in result["rows"]):
             cells = [row for row in result["rows"] if row["n"] == n]
-            table.add_row(str(n), *(f"{c['peak']:.3f}  H {c['entropy']:.2f}  {c['effective']:.0f} keys" for c in cells))
-        console.print(table)
+            rows.append([str(n), *(f"{c['peak']:.3f}  H {c['entropy']:.2f}  {c['effective']:.0f} keys" for c in cells)])
+        title = "One relevant key among n: largest weight, entropy H (nats), effective number of keys exp(H)"
+        show_table(["n", *result["mechanisms"]], rows, title)
         console.print("cosine_softmax is the control: LSSA's scores (cosine, log n) under plain softmax.")
         files = [write_json(self.out / "rows.json", result, overwrite=True)]
         files.append(plot_dilution(result, self.out / "rows.png", overwrite=True))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from lssar.commands.common import TrainingLine, UsageError, console
+from lssar.commands.common import TrainingProgress, UsageError, say
 from lssar.training.metrics import Logger
 from lssar.training.recipes import RECIPES, Recipe, read_recipe
 
@@ -66,20 +66,20 @@ class Train:
 
         main = int(os.environ.get("RANK", 0)) == 0
         if main:
-            console.print(f"run folder: {self.out}", highlight=False)
+            say(f"run folder: {self.out}")
         began = time.monotonic()
-        with TrainingLine(self.recipe.steps, str(self.recipe.attention)) as line:
+        with TrainingProgress(f"training {self.recipe.attention}", self.recipe.steps) as line:
             last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after, log=self.log)
         finished = last["step"] >= self.recipe.steps
         if main:
             done = "finished" if finished else "stopped and saved"
             shown = {key: last[key] for key in ("step", "loss", "val_loss", "tokens") if key in last}
-            console.print(f"{done}: {shown}; metrics: {self.out / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+            say(f"{done}: {shown}; metrics: {self.out / 'metrics.jsonl'}")
         if not finished:
             if self.stop_after is None or time.monotonic() - began < self.stop_after:
                 raise KeyboardInterrupt  # a signal, which the training loop has answered with a checkpoint
             if main:
-                console.print("the same command resumes")
+                say("the same command resumes")
 
 
 def usage() -> str:

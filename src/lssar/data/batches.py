@@ -135,7 +135,7 @@ class TokenBatches:
                 yield self._window(next(real)), np.ones(self.length + 1, bool)
 
     def _order(self, first: int, count: int) -> list[int]:
-        """Which windows stand at places first to first + count of the endless order."""
+        """Indices of the windows at places first to first + count of the endless order."""
         places = np.arange(first, first + count, dtype=np.int64)
         epochs, within = np.divmod(places, self.windows)
         if self.shuffle:
@@ -165,7 +165,7 @@ class TokenBatches:
         return {"position": self.position, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken. The order does not depend on batch and world, so these may differ."""
+        """Resume where the state was taken. The order does not depend on batch and world, so these may differ."""
         theirs, ours = state["settings"], self._settings()
         differences = [
             f"{key} was {theirs.get(key)}, is {ours.get(key)}"
@@ -173,7 +173,7 @@ class TokenBatches:
             if theirs.get(key) != ours.get(key)
         ]
         if differences:
-            raise ValueError("the saved data position is of other data or settings: " + "; ".join(differences))
+            raise ValueError("the saved data position belongs to other data or settings: " + "; ".join(differences))
         self.position = int(state["position"])
 
     def _settings(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class TokenBatches:
 
 
 class Ahead:
-    """Batches made one ahead, in a thread, while the last one is worked on; the state is that of the last one given."""
+    """Prefetches one batch in a thread; the state is that of the last batch returned."""
 
     def __init__(self, batches: TokenBatches) -> None:
         self.batches = batches
@@ -222,9 +222,9 @@ class Ahead:
 
 
 def permuted(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a permutation of 0 to n - 1, fixed by seed and epoch, sends each place.
+    """Images of `places` under a permutation of 0 to n - 1 that is fixed by seed and epoch.
 
-    A Feistel network permutes the numbers of 2h bits; one that leads outside n is sent on until it is inside.
+    A Feistel network permutes the numbers of 2h bits; a result outside n is permuted again until it is inside.
     """
     half = np.uint64(max(3, (max(n - 1, 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)

@@ -1,11 +1,11 @@
-"""Sources to shards: tokenised in parallel, written in order, resumable after any interruption.
+"""From sources to shards: tokenized in parallel, written in order, resumable after any interruption.
 
-As in llm.c's GPT-2 shards, the end-of-document token stands BEFORE each document, and a document that does not fit
-goes on in the next shard. The output depends on the sources and settings alone, not on workers or interruptions.
+As in llm.c's GPT-2 shards, the end-of-document token comes BEFORE each document, and a document that does not fit
+continues in the next shard. The output depends on the sources and settings alone, not on workers or interruptions.
 
 While it runs, the shards being filled are hidden `.partial` files, and `.NAME_progress.json` says how many of their
-tokens and of the sources' documents are safe. A later run with the same settings cuts the partial files back to that
-point and goes on from there.
+tokens and of the sources' documents are safe. A later run with the same settings truncates the partial files to that
+point and resumes from there.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from typing import Any
 import numpy as np
 
 from lssar.data.folder import MANIFEST, check_shard
-from lssar.data.readers import Document, Reading, Undecodable, Unit, find_units
+from lssar.data.readers import Document, ReadOptions, Undecodable, Unit, find_units
 from lssar.data.shards import MOST_TOKENS, ShardInProgress, layout_for
+from lssar.data.stream import TokenStream
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
 from lssar.locks import hold
 from lssar.records import check_name, checksum, environment, naming, read_sealed_json, write_sealed_json
 
 _SAFE_POINT_SECONDS = 10.0
+_MOST_HELD_OUT = 0.2
+"""Share of the tokens up to which a last document is held out whole."""
 _FIRST_INDEX = {"val": 0, "train": 1}  # llm.c: shard 0 is for validation
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the tokens of the output depend on, beside the sources and the tokenizer."""
+    """Everything but the sources' contents and the tokenizer that the output depends on."""
 
     name: str
     sources: list[str]
@@ -45,7 +48,8 @@ class Settings:
     val_sources: list[str] = field(default_factory=list)
     """Sources for validation alone."""
     val_share: float = 0.0
-    """Share of the documents for validation, evenly spaced: every hundredth for 0.01."""
+    """Share of the documents for validation, evenly spaced: every hundredth for 0.01. Where there are fewer documents,
+    the last one; where that is more than a fifth of all tokens, its last tokens, a tenth of all."""
     val_documents: int = 0
     """This many first documents for validation."""
     val_shard: bool = False
@@ -80,7 +84,7 @@ class Settings:
 
 @dataclass
 class Status:
-    """How far it is; also what the progress file holds."""
+    """Progress; also the contents of the progress file."""
 
     unit: int = 0
     document: int = 0
@@ -90,6 +94,8 @@ class Status:
     tokens: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
     share: float | None = None
     """Of the bytes of all sources, where these are known."""
+    last_document: int = 0
+    """Training tokens before the last training document."""
     resumed_tokens: int = 0
     """Not made by this process."""
 
@@ -109,10 +115,10 @@ def prepare(
 ) -> Path:
     """Writes NAME_train_000001.bin, NAME_val_000000.bin, ... and manifest.json into `out`; returns the manifest's path.
 
-    Runs again with the same arguments go on where the last one stopped. `report` is called after each document.
+    A call with the same arguments resumes an interrupted one. `report` is called after each document.
     """
     out = Path(out)
-    reading = Reading(
+    options = ReadOptions(
         settings.text_field,
         settings.undecodable,
         settings.separator,
@@ -120,13 +126,14 @@ def prepare(
         tokenizer.eot,
         tokenizer.vocab_size,
     )
-    training = find_units(settings.sources, reading)
-    validation = find_units(settings.val_sources, reading) if settings.val_sources else []
+    training = find_units(settings.sources, options)
+    validation = find_units(settings.val_sources, options) if settings.val_sources else []
     with hold(out, "preparing data"):
         job = _Job(settings, tokenizer, out, [*validation, *training], len(validation))
         status = job.begin(overwrite)
         try:
             job.run(status, workers, report or (lambda status: None))
+            job.hold_out(status)
             return job.end(status)
         finally:
             for sink in job.sinks.values():
@@ -165,7 +172,7 @@ class _Job:
                 raise FileExistsError(f"{shards[0]} exists; choose another folder or name, or --overwrite")
             return self._fresh()
         saved, status = self._progress()
-        if not status.total_tokens:  # it failed at once: nothing to go on from, so other settings are welcome
+        if not status.total_tokens:  # it failed before the first token, so other settings are fine
             return self._fresh()
         if saved["identity"] != self.identity:
             raise FileExistsError(
@@ -234,6 +241,8 @@ class _Job:
         if self.settings.val_shard:  # the one case where a document can be part validation, part training
             room = max(0, self.settings.shard_tokens - status.tokens["val"])
             split = "val" if room else "train"
+        if split == "train":
+            status.last_document = status.tokens["train"]
         for name, part in ((split, tokens[:room]), ("train", tokens[room:])):
             self.sinks[name].append(part)
             status.tokens[name] += len(part)
@@ -242,12 +251,34 @@ class _Job:
     def _finished(self) -> int:
         return sum(sink.index for sink in self.sinks.values())
 
-    def _save(self, status: Status) -> None:
-        """First the tokens, then the note that they are there."""
+    def _save(self, status: Status, **cut: dict[str, Any]) -> None:
+        """First the tokens, then the note that they are there. `cut` is where a sink is about to be cut back to."""
         sinks = {split: sink.flush() for split, sink in self.sinks.items()}
-        record = {"identity": self.identity, "status": asdict(status), "sinks": sinks}
+        record = {"identity": self.identity, "status": asdict(status), "sinks": sinks | cut}
         with naming(self.progress_file):
             write_sealed_json(self.progress_file, record, overwrite=True)
+
+    def hold_out(self, status: Status) -> None:
+        """Hold something out where there were too few documents for the share: see `Settings.val_share`."""
+        total, start = status.tokens["train"], status.last_document
+        if not self.settings.val_share or status.tokens["val"]:
+            return
+        whole = start > 0 and total - start <= total * _MOST_HELD_OUT
+        if not whole:
+            start = max(start + 1, total - max(1, total // 10))
+        if not 1 < start < total:
+            return  # a word or two
+        train, val = self.sinks["train"], self.sinks["val"]
+        train.finish()
+        tail = TokenStream(train.paths()).read(start, total - start)
+        eot = np.array([] if whole else [self.tokenizer.eot], tail.dtype)
+        val.append(np.concatenate([eot, tail]))
+        status.tokens |= {"train": start, "val": total - start + len(eot)}
+        status.documents["val"] += 1
+        status.documents["train"] -= whole
+        # From here on a run that is killed resumes with the shorter training split.
+        self._save(status, train=(cut := train.at(start)))
+        train.resume(cut, self.shards())
 
     def end(self, status: Status) -> Path:
         if not status.tokens["train"]:
@@ -262,7 +293,7 @@ class _Job:
             sink.finish()
         splits: dict[str, Any] = {}
         for split, sink in self.sinks.items():
-            names = [sink.path(index).name for index in range(_FIRST_INDEX[split], sink.index)]
+            names = [path.name for path in sink.paths()]
             splits[split] = {
                 "documents": status.documents[split],
                 "tokens": status.tokens[split],
@@ -314,6 +345,15 @@ class _Sink:
     def path(self, index: int) -> Path:
         return self.out / f"{self.name}_{self.split}_{index:06d}.bin"
 
+    def paths(self) -> list[Path]:
+        """Finished shards."""
+        return [self.path(index) for index in range(_FIRST_INDEX[self.split], self.index)]
+
+    def at(self, tokens: int) -> dict[str, Any]:
+        """What `flush` would have returned after the first `tokens` tokens."""
+        full, rest = divmod(tokens, self.size)
+        return {"index": _FIRST_INDEX[self.split] + full, "tokens": rest, "sha256": self.checksums}
+
     def append(self, tokens: np.ndarray) -> None:
         while len(tokens):
             if self.shard is None:
@@ -340,12 +380,11 @@ class _Sink:
     def resume(self, saved: dict[str, Any], shards: list[Path]) -> None:
         """Return to a safe point: shards finished before it are checked, what came after it is written again."""
         self.index = saved["index"]
-        for index in range(_FIRST_INDEX[self.split], self.index):
-            path = self.path(index)
+        for path in self.paths():
             self.checksums[path.name] = check_shard(path, saved.get("sha256", {}).get(path.name))
         if saved["tokens"]:
             self.shard = ShardInProgress(self.path(self.index), self.vocab_size, saved["tokens"])
-        kept = {self.path(index) for index in range(_FIRST_INDEX[self.split], self.index)}
+        kept = set(self.paths())
         for path in shards:
             if path.name.startswith(f"{self.name}_{self.split}_") and path not in kept:
                 path.unlink(missing_ok=True)

@@ -160,7 +160,7 @@ class ShardInProgress:
     """
 
     def __init__(self, path: Path, vocab_size: int, tokens: int = 0) -> None:
-        """Starts anew (tokens = 0), or goes on after the first `tokens` tokens that an earlier process flushed."""
+        """Start a shard (tokens = 0), or resume after `tokens` tokens that an earlier process flushed."""
         self.path, self.vocab_size, self.layout = path, vocab_size, layout_for(vocab_size)
         self.partial = path.with_name(f".{path.name}.partial")
         if tokens and not self.partial.exists() and path.exists():

@@ -1,4 +1,4 @@
-"""Shards in a row as one stream of tokens, and the documents in it."""
+"""Consecutive shards as one stream of tokens, and the documents in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_shards(shards: Shards) -> list[Path]:
 
 
 class TokenStream:
-    """The tokens of all shards end to end; a document cut at a shard's end goes on in the next."""
+    """The tokens of all shards end to end; a document cut at the end of a shard continues in the next."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards: list[Shard] = [open_shard(path) for path in find_shards(shards)]

@@ -1,9 +1,7 @@
-"""Text to token ids and back: bytes, GPT-2's BPE, or any tokenizer.json, behind one small protocol."""
+"""Text to token ids and back: bytes, GPT-2's BPE, or any tokenizer.json, behind one protocol."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import shutil
 from functools import cached_property
@@ -29,7 +27,7 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eot(self) -> int:
-        """The id that stands before each document."""
+        """The id that precedes each document."""
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text alone: special tokens spelled out in it are ordinary text."""
@@ -87,7 +85,7 @@ class Gpt2Tokenizer:
         except OSError as error:  # requests' errors are OSErrors
             raise OSError(
                 f"tiktoken could not download its gpt2 files ({type(error).__name__}); without a network give the "
-                f"path of a ranks file (gpt2.tiktoken) as the tokenizer, or put it beside the shards"
+                f"path of a ranks file (gpt2.tiktoken) as the tokenizer, or put it next to the shards"
             ) from error
 
     @property
@@ -198,14 +196,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """GPT-2 ranks as tiktoken keeps them: a line a token, its bytes in base64 and its rank."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise ValueError(f"{path}, line {number}: expected BASE64 RANK, found {line[:40]!r}") from error
+    """GPT-2's ranks from a .tiktoken file, checked to be all there."""
+    load = need("tiktoken.load", "a .tiktoken file")
+    # tiktoken caches files by path; with the checksum a file that has changed is read again.
+    ranks: dict[bytes, int] = load.load_tiktoken_bpe(str(path), expected_hash=_digest(path))
     if sorted(ranks.values()) != list(range(GPT2_RANKS)):
         raise ValueError(f"{path}: {len(ranks):,} ranks, expected GPT-2's {GPT2_RANKS:,} (0 to {GPT2_RANKS - 1:,})")
     return ranks

@@ -1,4 +1,4 @@
-"""Tokenizing in other processes, with results in the order of the documents."""
+"""Tokenizing in worker processes, with results in the order of the documents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenised(
         for unit, document in batch:
             yield unit, document, _tokens(document, lambda text: next(encoded))
 
-    # Not fork: this process may have threads (torch, progress) whose locks a forked copy would find locked for ever.
+    # Not fork: this process may have threads (torch, progress) whose locks would stay locked in a forked copy.
     context = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
     if hasattr(os, "fork"):
         context.set_forkserver_preload(["__main__", __name__])
@@ -50,7 +50,7 @@ def tokenised(
             yield from next_batch()
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a tokenizing worker was killed (out of memory?); run again to go on, with fewer"
+            "a tokenizing worker was killed (out of memory?); run it again with fewer --workers; it resumes"
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -85,7 +85,7 @@ def _start_worker(tokenizer: Tokenizer) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
+    """Exit when the parent is gone: a killed parent cannot stop its workers, which would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -238,7 +238,9 @@ def evaluate_benchmark(
     metrics = {metric: mean_and_error(values) for metric, values in found.items()}
     if "perplexity" in metrics:
         metrics["perplexity"] = _perplexity(metrics["perplexity"])
-    return {"documents": len(questions), **chance(questions), "metrics": metrics}
+    truncated = sum(len(continuation) > max_length for _, continuation in pairs)
+    about = {"documents": len(questions)} | ({"truncated": truncated} if truncated else {})
+    return about | {**chance(questions), "metrics": metrics}
 
 
 def _best(scores: Sequence[float]) -> int:

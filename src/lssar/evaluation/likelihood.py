@@ -38,8 +38,8 @@ def likelihoods(
 ) -> list[tuple[float, bool]]:
     """Of each continuation its log-likelihood, and whether greedy decoding would give it.
 
-    What is longer than `max_length` loses the beginning of its context. Rows are padded at their end, which causal
-    attention never sees.
+    A pair longer than `max_length` loses its beginning; of a continuation that is itself longer, the last `max_length`
+    tokens are scored. Rows are padded at their end, which causal attention never sees.
     """
     device = next(model.parameters()).device
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
@@ -62,9 +62,7 @@ def _row(context: list[int], continuation: list[int], max_length: int) -> tuple[
     """Inputs, and the targets of the last of them."""
     if not context:
         raise ValueError("a context needs at least one token")
-    if len(continuation) > max_length:
-        raise ValueError(f"a continuation of {len(continuation)} tokens is longer than max_length {max_length}")
-    return (context + continuation)[-(max_length + 1) :][:-1], continuation
+    return (context + continuation)[-(max_length + 1) :][:-1], continuation[-max_length:]
 
 
 def _score(model: GPT, rows: list[tuple[list[int], list[int]]], device: torch.device) -> tuple[list[float], list[bool]]:

@@ -71,6 +71,8 @@ class LssarLM(TemplateLM):
         self.model.ntk = "length" if ntk == "length" else "off"
         self.model.window = window if window is not None else self.model.window
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.truncated = 0
+        """Continuations of the last requests that were longer than `max_length`: only their last tokens are scored."""
         self.max_length = int(max_length or self.model.config.train_length)
         self.batch_tokens = int(batch_tokens or (262_144 if self._device.type == "cuda" else 16_384))
 
@@ -90,6 +92,7 @@ class LssarLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [(context or [self.prefix_token_id], continuation) for _, context, continuation in requests]
         found = likelihoods(self.model, pairs, self.max_length, self.batch_tokens, self.dtype)
+        self.truncated = sum(len(continuation) > self.max_length for _, continuation in pairs)
         for (text, _, _), result in zip(requests, found):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, result)
