@@ -2,9 +2,10 @@
 
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
-of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `ratios COMMIT` makes one of
-the lines that `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` lists
-the claims that `lssar reproduce report` decided, `verdicts mixed` those about mixed layouts.
+of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
+`python -m tests.attack`. `ratios COMMIT` makes one of the lines that `fused_lab.py ratios` printed at that commit, from
+the text that keeps them; `verdicts` lists the claims that `lssar reproduce report` decided, `verdicts mixed` those
+about mixed layouts.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -28,6 +29,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     results = [json.loads(path.read_text()) for path in paths]
     if words[0] == "verdicts":
         return verdict_table(results[0], mixed=words[1:] == ["mixed"])
+    if words == ["attack"]:
+        return attack_table(results[0])
     if words == ["lengths"]:
         return length_table(results)
     if words == ["downstream"]:
@@ -69,6 +72,30 @@ def verdict_table(claims: list[dict], mixed: bool) -> str:
     }
     rows = [[verdict + " yet" * (verdict == "not tested"), claims] for verdict, claims in listed.items()]
     return markdown_table(["", "claim"], rows)
+
+
+def attack_table(result: dict) -> str:
+    """Counts of the kill loop and the corruption matrix."""
+    heads = ["attack", "cases", "outcome"]
+    whole = "{} uninterrupted results compared to the bit: all equal; nothing lost"
+    rows = [
+        [f"training killed: {part['victim']}", f"{part['kills']} kills", whole.format(part["finished_runs"])]
+        for part in result["training"]
+    ]
+    rows += [
+        [
+            f"data preparation killed: {part['workers']} worker(s)",
+            f"{part['kills']} kills",
+            whole.format(part["finished_runs"]),
+        ]
+        for part in result["preparation"]
+    ]
+    matrix = result["corruption"]
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(matrix["outcomes"].items()))
+    rows.append(["damaged files", f"{matrix['cases']} cases", outcomes])
+    return markdown_table(heads, rows) + (
+        f"\n{_machine(result['environment'])}, seed {result['seed']}. Command: `{result['command'].strip()}`.\n"
+    )
 
 
 def length_table(results: list[dict]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lssar.data import folder
 from lssar.data.folder import DataFolder, find_data, write_stdlib
 from lssar.runs import Run, evaluation_dtype, pick_device, unique_names
 from lssar.training import recipe, train
@@ -93,3 +94,27 @@ def test_a_missing_stdlib_shard_is_made_again(tmp_path):
     assert data.shards("val") == []
     write_stdlib(tmp_path)
     assert {path.name: path.read_bytes() for path in data.shards("train") + data.shards("val")} == before
+
+
+def test_held_out_shards_are_held_to_the_manifest(tmp_path):
+    write_stdlib(tmp_path)
+    data = DataFolder(tmp_path)
+    shard = data.held_out_shards()[0]
+    content = bytearray(shard.read_bytes())
+    content[5000] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged or was replaced"):
+        data.held_out_shards()
+
+
+def test_large_data_is_read_once(tmp_path, monkeypatch):
+    write_stdlib(tmp_path)
+    monkeypatch.setattr(folder, "VERIFY_ALWAYS", 0)
+    read = []
+    monkeypatch.setattr(folder, "check_shard", lambda path, expected: read.append(path.name))
+    for _ in range(2):
+        DataFolder(tmp_path).check()
+    assert len(read) == 2
+    os.utime(tmp_path / "stdlib_val_000000.bin")
+    DataFolder(tmp_path).check()
+    assert read[2:] == ["stdlib_val_000000.bin"]

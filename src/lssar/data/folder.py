@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,14 +81,14 @@ class DataFolder:
         """Shards of a split in name order; an empty list if there are none. Hidden (unfinished) files never count."""
         return sorted(path for path in self.path.glob(f"*{split}*.bin") if not path.name.startswith("."))
 
-    def check(self) -> None:
+    def check(self, splits: Sequence[Split] = ("train", "val")) -> None:
         """Raise an error if a shard that the manifest lists is missing or has another checksum.
 
         Up to VERIFY_ALWAYS bytes are read every time. Larger data is read once; after that a shard whose size and time
         of change are as they were is not read again.
         """
-        listed = self._listed()
-        for path in [*self.shards("train"), *self.shards("val")]:
+        listed = self._listed(splits)
+        for path in (path for split in splits for path in self.shards(split)):
             if listed and path.name not in listed:
                 warn(f"{path} is not listed in {MANIFEST}; it is used all the same")
         stats = {name: (self.path / name).stat() for name in listed if (self.path / name).is_file()}
@@ -99,14 +100,15 @@ class DataFolder:
             if mark is None or expected is None or known.get(name) != mark:
                 check_shard(self.path / name, expected)
             now[name] = mark
-        if not small and now != known:
+        if not small and not now.items() <= known.items():
             with contextlib.suppress(OSError):  # a read-only folder is verified again next time
-                write_json(self.path / VERIFIED, now, overwrite=True)
+                write_json(self.path / VERIFIED, known | now, overwrite=True)
 
-    def _listed(self) -> dict[str, str | None]:
+    def _listed(self, splits: Sequence[Split]) -> dict[str, str | None]:
         """Names of the shards in the manifest, with their checksums where it has them."""
         listed: dict[str, str | None] = {}
-        for split in ((self.manifest or {}).get("splits") or {}).values():
+        recorded = (self.manifest or {}).get("splits", {})
+        for split in (recorded[name] for name in splits if name in recorded):
             names = split["shards"]
             listed |= dict(zip(names, split.get("sha256") or [None] * len(names), strict=True))
         return listed
@@ -126,6 +128,8 @@ class DataFolder:
         )
 
     def held_out_shards(self) -> list[Path]:
+        """Shards for evaluation, checked against the manifest."""
+        self.check(("val",))
         if found := self.shards("val"):
             return found
         raise FileNotFoundError(f"no held-out shards (*val*.bin) in {str(self.path)!r}; give --data FOLDER")
