@@ -91,6 +91,18 @@ def test_imports_go_one_way(part):
     assert not wrong, f"{part} may import {sorted(MAY_IMPORT[part])}, but: {wrong}"
 
 
+RUNS_OTHERS = {"report": {"diagnose", "eval_length", "eval_retrieval"}}
+"""`lssar report --compute` runs the evaluation commands whose results are missing."""
+
+
+def test_commands_do_not_import_each_other():
+    for path in sorted((PACKAGE / "commands").glob("*.py")):
+        for name in imports(path.read_text(), ("commands",)):
+            if name[0] == "commands" and len(name) > 1:
+                allowed = {"common"} | RUNS_OTHERS.get(path.stem, set())
+                assert name[1] in allowed, f"{path.name} imports lssar.{'.'.join(name)}"
+
+
 @pytest.mark.parametrize(
     "part, source",
     [

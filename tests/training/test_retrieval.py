@@ -8,8 +8,8 @@ from lssar.data.shards import write_shard
 from lssar.data.tasks import TaskMaker
 from lssar.data.tokenizers import load_tokenizer
 from lssar.evaluation.retrieval import evaluate_retrieval
+from lssar.runs import Run
 from lssar.training import recipe, train
-from lssar.training.loop import load_run
 from lssar.training.metrics import read_metrics
 from lssar.training.recipes import RECIPES, Recipe
 
@@ -39,7 +39,7 @@ def test_resumed_is_the_same_to_the_bit(shards, tmp_path):
     while train(settings, tmp_path / "parts", stop_after=0.0)["step"] < 8:  # a step at a time
         pass
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    a, b = (load_run(tmp_path / name)[0].state_dict() for name in ("whole", "parts"))
+    a, b = (Run.open(tmp_path / name, "cpu").model().state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(a[key], b[key]) for key in a)
     plain = settings.replace(retrieval_share=0.0)
     train(plain, tmp_path / "plain")
@@ -66,7 +66,8 @@ def test_recipes_and_their_mistakes(shards, tmp_path):
 def test_a_tiny_model_learns_the_passkey(tmp_path):
     """100,000 parameters, LSSAR, two minutes: at the length it was trained on it finds the number."""
     train(recipe("retrieval-tiny", steps=1000, save_every=1000, eval_every=1000, eval_batches=1), tmp_path / "run")
-    model, settings, _ = load_run(tmp_path / "run")
+    opened = Run.open(tmp_path / "run", "cpu")
+    model, settings = opened.model(), opened.recipe
     maker = TaskMaker(load_tokenizer("bytes"))
     found = evaluate_retrieval(model, maker, "passkey", settings.length, samples=12, seed=1)
     assert found["choice"]["low"] > 0.5  # by chance 0.1

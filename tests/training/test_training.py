@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lssar.model import GPT
+from lssar.runs import Run
 from lssar.training import recipe, train
 from lssar.training.checkpoints import checkpoints, latest
-from lssar.training.loop import load_run
 from lssar.training.metrics import SpikeDetector, read_metrics
 from lssar.training.recipes import RECIPES, Recipe, learning_rate
 from tests.training.counting import losses, tiny, write_counting
@@ -40,9 +40,9 @@ def test_a_run_learns_and_records(shards, tmp_path):
     assert Recipe.from_dict(config["recipe"]) == tiny(shards, steps=60)
     assert config["environment"]["torch"] == torch.__version__
     assert [p.name for p in checkpoints(tmp_path / "run")] == ["step-0000056", "step-0000060"]
-    model, _, step = load_run(tmp_path / "run")
-    assert step == 60
-    assert not model.training
+    opened = Run.open(tmp_path / "run", "cpu")
+    assert opened.step == 60
+    assert not opened.model().training
 
 
 def test_resumed_is_the_same_to_the_bit(shards, tmp_path):
@@ -53,7 +53,7 @@ def test_resumed_is_the_same_to_the_bit(shards, tmp_path):
     assert latest(parts).name == "step-0000005"
     train(tiny(shards), parts)
     assert losses(parts) == losses(whole)
-    a, b = (load_run(run)[0].state_dict() for run in (whole, parts))
+    a, b = (Run.open(run, "cpu").model().state_dict() for run in (whole, parts))
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -100,10 +100,10 @@ def test_two_processes_equal_one(shards, tmp_path, parallel):
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
-    model, _, step = load_run(tmp_path / "two")  # the checkpoint is whole, whatever it was sharded over
-    assert step == 6
-    one = load_run(tmp_path / "one")[0].state_dict()
-    for key, value in model.state_dict().items():
+    two = Run.open(tmp_path / "two", "cpu")  # the checkpoint is whole, whatever it was sharded over
+    assert two.step == 6
+    one = Run.open(tmp_path / "one", "cpu").model().state_dict()
+    for key, value in two.model().state_dict().items():
         torch.testing.assert_close(value, one[key], atol=2e-3, rtol=0)
 
 
@@ -138,7 +138,7 @@ def test_errors_a_user_sees(tmp_path):
     with pytest.raises(FileNotFoundError, match="no training shards"):
         train(tiny(tmp_path / "nowhere"), tmp_path / "run")
     with pytest.raises(FileNotFoundError, match="no run folder"):
-        load_run(tmp_path / "nothing")
+        Run.open(tmp_path / "nothing")
     with pytest.raises(ValueError, match="unknown recipe"):
         recipe("gpt5")
     with pytest.raises(ValueError, match="unknown field 'learning_rate'"):

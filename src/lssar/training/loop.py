@@ -20,7 +20,7 @@ from lssar.training import checkpoints, start
 from lssar.training.distributed import Processes, distribute, gradient_sync, world
 from lssar.training.metrics import Logger, Metrics, SpikeDetector, flops_per_token, peak_flops
 from lssar.training.optimisers import make_optimisers
-from lssar.training.recipes import Recipe, learning_rate, power, read_recipe
+from lssar.training.recipes import Recipe, learning_rate, power
 from lssar.training.sources import open_data
 
 Report = Callable[[dict[str, Any]], None]
@@ -201,18 +201,6 @@ class _Trainer:
         with torch.set_grad_enabled(self.recipe.compile and self.w.size == 1):
             losses = [self.loss(next(self.held_out)).detach() for _ in range(self.recipe.eval_batches)]
         return float(self.w.mean(torch.stack(losses).mean()))
-
-
-def load_run(run: Path, device: torch.device | str = "cpu") -> tuple[GPT, Recipe, int]:
-    """The model of a run with its last weights, its recipe, and the step it is at."""
-    run = Path(run)
-    recipe = read_recipe(run)
-    found = checkpoints.newest(run)
-    if found is None:
-        raise FileNotFoundError(f"{run} has no finished checkpoint yet")
-    model = GPT(recipe.model())
-    model.load_state_dict(checkpoints.load_weights(found))
-    return model.to(device).eval(), recipe, checkpoints.step_of(found)
 
 
 class _Speed:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lssar.data.batches import Ahead, TokenBatches
-from lssar.data.folder import DataFolder, find_data
+from lssar.data.folder import DataFolder
 from lssar.data.stream import TokenStream
 from lssar.data.tasks import TaskMaker, TrainingDocuments, background_of
-from lssar.data.tokenizers import Tokenizer
 from lssar.training.distributed import Processes
 from lssar.training.recipes import Recipe
 
@@ -29,14 +28,6 @@ def open_data(recipe: Recipe, data: DataFolder, w: Processes) -> tuple[TokenBatc
         return batches(train, True), held_out
     # Documents take longer to make than to read: they are made while the last batch is trained on.
     return Ahead(batches(train, True, _retrieval_documents(recipe, data, train))), held_out
-
-
-def data_folder(recipe: Recipe, run: Path) -> Path:
-    return find_data(recipe.data, run)
-
-
-def tokenizer_of(folder: Path, vocab_size: int) -> Tokenizer:
-    return DataFolder(folder, vocab_size).tokenizer()
 
 
 def _retrieval_documents(recipe: Recipe, data: DataFolder, shards: list[Path]) -> TrainingDocuments:
