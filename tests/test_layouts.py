@@ -31,6 +31,9 @@ def test_numbers_of_a_mechanism_survive():
     assert [s.p for s in layer.specs] == [31, None]
     assert layer.specs[1].head_scale == 0.5
     assert str(layer) == "lssar,p=31+ssmax,head_scale=0.5"
+    assert str(parse_mechanisms("lssar,threshold=0.5,learned_threshold=true")) == (
+        "lssar,threshold=0.5,learned_threshold=true"
+    )
     assert str(LayerConfig((lssar.spec("softmax").reweighted(3),))) == "softmax,p=3"
 
 

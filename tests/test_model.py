@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import lssar
 from lssar.layouts import parse_layout
@@ -302,6 +303,30 @@ def test_power_is_set_in_every_layer_and_taken_back():
     assert torch.equal(model(ids), plain)
 
 
+def test_learned_numbers_of_divided_heads():
+    """Only the heads of a mechanism that has such a number get a gradient for it."""
+    model = small(pattern=parse_layout("lssar,head_scale=1+lssar,learned_threshold=true"))
+    ids = torch.randint(61, (2, 24))
+    assert torch.equal(model(ids), small(pattern=parse_layout("lssar+lssar"))(ids))
+    model(ids, targets=ids).backward()
+    layer = model.layers()[0].attention
+    assert (layer.head_scale.grad != 0).tolist() == [True, True, False, False]
+    assert (layer.threshold.grad != 0).tolist() == [False, False, True, True]
+
+
+def test_a_change_of_power_does_not_compile_again():
+    counter = CompileCounter()
+    torch.compiler.reset()
+    model = small(pattern=parse_layout("softmax@5 lssa+lssar/none")).float()
+    model.set_power(3)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    ids = torch.randint(61, (2, 24))
+    for p in (3, 7, 9.5, 15):
+        model.set_power(p)
+        torch.testing.assert_close(compiled(ids, targets=ids), model(ids, targets=ids))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("ntk", ["off", "length"])
 def test_compiled_training_computes_sines_once(ntk):
     """Left to itself, the compiler computes them for every element of q and k in every layer."""
@@ -323,11 +348,13 @@ def test_compiled_training_computes_sines_once(ntk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mechanism", ["softmax", "cosine_softmax", "ssmax", "lssa", "lssar", "sigmoid"])
-def test_gpu_compiles_without_breaks(mechanism):
+@pytest.mark.parametrize(
+    "layout", ["softmax", "cosine_softmax", "ssmax", "lssa", "lssar", "sigmoid", "softmax@16 lssa+lssar/none"]
+)
+def test_gpu_compiles_without_breaks(layout):
     """A step of training as one graph: what chooses a kernel, and where the kernel comes from, must be traceable."""
     torch.compiler.reset()
-    model = small(attention=lssar.spec(mechanism), width=64).float().cuda()
+    model = small(pattern=parse_layout(layout), width=64).float().cuda()
     ids = torch.randint(0, 61, (2, 64), device="cuda")
     step = lambda: model(ids, targets=ids)  # noqa: E731
     with torch.autocast("cuda", torch.bfloat16):

@@ -218,8 +218,10 @@ def spec_text(mechanism: AttentionSpec) -> str:
     if mechanism.name not in specs():
         return mechanism.name
     usual = spec(mechanism.name)
-    return mechanism.name + "".join(
-        f",{name}={getattr(mechanism, name):g}"
-        for name in ("p", "head_scale", "gamma")
+    changed = {
+        name: getattr(mechanism, name)
+        for name in ("p", "head_scale", "gamma", "threshold", "learned_threshold")
         if getattr(mechanism, name) != getattr(usual, name) and getattr(mechanism, name) is not None
-    )
+    }
+    shown = (f",{name}={str(x).lower() if isinstance(x, bool) else f'{x:g}'}" for name, x in changed.items())
+    return mechanism.name + "".join(shown)

@@ -177,8 +177,8 @@ class Positions:
     window: int | None = None
     """No layer sees more than this, whatever its own window."""
     attend: Callable[..., Tensor] | None = None
-    """Called as attend(q, k, v, spec, head_scale=, window=) in place of `lssar.attention`, where the caller has masks
-    of its own."""
+    """Called as attend(q, k, v, spec, window=, ...) in place of `lssar.attention`, where the caller has masks of its
+    own. Learned numbers of the heads (`head_scale`, `threshold`) and a power `p` are passed if there are any."""
 
 
 def token_positions(length: int, device: torch.device, start: int = 0, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -270,15 +270,20 @@ class _Mechanisms:
 
     groups: tuple[HeadGroup, ...]
     head_scale: nn.Parameter | None
-    """One number a query head, if any of the mechanisms has a learned scale."""
+    """Learned factor of the scores of each query head, if any of the mechanisms has one."""
+    threshold: nn.Parameter | None
+    """Learned threshold of each query head, if any of the mechanisms has one."""
     power: Tensor | None
     """Power of every re-weighted mechanism in place of its own; set by `set_power`, not a weight."""
 
     def _divide(self, layer: LayerConfig, heads: int, key_heads: int) -> None:
-        self.groups, self.power, self.head_scale = layer.groups(heads, key_heads), None, None
-        if any(spec.head_scale is not None for spec in self.specs):
-            scales = [float(g.spec.head_scale or 0.0) for g in self.groups for _ in range(g.heads.start, g.heads.stop)]
-            self.head_scale = nn.Parameter(torch.tensor(scales))
+        self.groups, self.power = layer.groups(heads, key_heads), None
+        by_head = [group.spec for group in self.groups for _ in range(group.heads.start, group.heads.stop)]
+        self.head_scale = self.threshold = None
+        if any(spec.head_scale is not None for spec in by_head):
+            self.head_scale = nn.Parameter(torch.tensor([float(spec.head_scale or 0.0) for spec in by_head]))
+        if any(spec.learned_threshold for spec in by_head):
+            self.threshold = nn.Parameter(torch.tensor([float(spec.threshold) for spec in by_head]))
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
@@ -325,11 +330,17 @@ class _Mechanisms:
             own = dict(others)
             if mask is not None:
                 own["mask"] = mask[:, group.heads] if mask.shape[1] > 1 else mask
-            spec, keys = group.spec, group.key_heads
+            spec, heads, keys = group.spec, group.heads, group.key_heads
+            if self.head_scale is not None and spec.head_scale is not None:
+                own["head_scale"] = self.head_scale[heads]
+            if self.threshold is not None and spec.learned_threshold:
+                own["threshold"] = self.threshold[heads]
             if self.power is not None and spec.p is not None:
-                spec = spec.replace(p=float(self.power))
-            scale = None if spec.head_scale is None or self.head_scale is None else self.head_scale[group.heads]
-            outputs.append(function(q[:, group.heads], k[:, keys], v[:, keys], spec, head_scale=scale, **own))
+                if q.is_cuda:  # the fused kernels take the power of the spec only
+                    spec = spec.replace(p=float(self.power))
+                else:
+                    own["p"] = self.power
+            outputs.append(function(q[:, heads], k[:, keys], v[:, keys], spec, **own))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
@@ -477,8 +488,9 @@ class MultiheadAttention(_Mechanisms, nn.MultiheadAttention):
         )
         layer = parse_mechanisms(spec) if isinstance(spec, str) else LayerConfig((spec,))
         self._divide(layer, num_heads, num_heads)
-        if self.head_scale is not None:
-            self.head_scale = nn.Parameter(self.head_scale.to(device=device, dtype=dtype))
+        for name in ("head_scale", "threshold"):
+            if (learned := getattr(self, name)) is not None:
+                setattr(self, name, nn.Parameter(learned.to(device=device, dtype=dtype)))
         # PyTorch's transformer layers ask for this before they skip the module's forward for kernels of their own,
         # which compute softmax.
         self._qkv_same_embed_dim = False

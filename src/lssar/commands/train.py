@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import os
+import re
 import sys
 import textwrap
 import time
@@ -16,6 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from lssar.commands.common import TrainingProgress, UsageError, say
+from lssar.runs import run_label
 from lssar.training.metrics import Logger
 from lssar.training.recipes import RECIPES, Recipe, read_recipe
 
@@ -58,8 +60,7 @@ class Train:
         values = {key: value for section in vars(flags).values() for key, value in vars(section).items()}
         out, stop_after, log = (values.pop(name) for name in NOT_IN_RECIPE)
         recipe = Recipe(**values)
-        power = f"-p{recipe.p:g}" if recipe.p is not None else ""
-        return cls(recipe, out or Path("runs") / f"{name}-{recipe.attention}{power}-seed{recipe.seed}", stop_after, log)
+        return cls(recipe, out or Path("runs") / _folder(name, recipe), stop_after, log)
 
     def run(self) -> None:
         from lssar.training.loop import train
@@ -68,7 +69,7 @@ class Train:
         if main:
             say(f"run folder: {self.out}")
         began = time.monotonic()
-        with TrainingProgress(f"training {self.recipe.attention}", self.recipe.steps) as line:
+        with TrainingProgress(f"training {run_label(self.recipe)}", self.recipe.steps) as line:
             last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after, log=self.log)
         finished = last["step"] >= self.recipe.steps
         if main:
@@ -104,6 +105,15 @@ def sections() -> dict[str, list[str]]:
             names = grouped.setdefault(SECTIONS[field.name], [])
         names.append(field.name)
     return {**grouped, "run": [*NOT_IN_RECIPE, *grouped["run"]]}
+
+
+def _folder(name: str, recipe: Recipe) -> str:
+    """A run's folder: its mechanism, and its layout and power where they are not those of the named recipe."""
+    usual = RECIPES.get(name, recipe)
+    layout = "" if recipe.layout == usual.layout else f"-{recipe.layout}"
+    power = "" if recipe.p is None else f"-p{recipe.p:g}"
+    schedule = "" if recipe.p_schedule in (None, usual.p_schedule) else f"-p{recipe.p_schedule}"
+    return re.sub(r"[^\w.,+@-]+", "-", f"{name}-{recipe.attention}{layout}{power}{schedule}-seed{recipe.seed}")
 
 
 def flags_for(recipe: Recipe, out: Path | None) -> Any:

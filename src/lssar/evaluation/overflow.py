@@ -111,12 +111,15 @@ def _last_rows(module: Attention, inputs: tuple[Any, ...]) -> list[tuple[Attenti
     first = max(0, k.shape[2] - (narrower(module.window, positions.window) or k.shape[2]))
     found = []
 
-    def keep(q: Tensor, k: Tensor, v: Tensor, mechanism: AttentionSpec, head_scale: Tensor | None) -> Tensor:
+    def keep(
+        q: Tensor, k: Tensor, v: Tensor, mechanism: AttentionSpec, head_scale: Tensor | None = None, **others: Any
+    ) -> Tensor:
         if mechanism.p is not None:
-            q = q if head_scale is None else q * head_scale[:, None, None]
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
             n = torch.tensor(float(k.shape[2]), device=q.device)
-            found.append((mechanism, scores(q.float(), k.float(), n, mechanism).flatten(0, 2)))
+            s = scores(q.float(), k.float(), n, mechanism)
+            s = s if head_scale is None else s * head_scale.float()[:, None, None]
+            found.append((mechanism, s.flatten(0, 2)))
         return q
 
     module.attend(q[:, :, -1:], k[:, :, first:], v[:, :, first:], function=keep)

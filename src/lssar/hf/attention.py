@@ -105,9 +105,12 @@ def _warn_of_shared_config(name: str, module: nn.Module) -> None:
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mechanism: AttentionSpec, *, mask: Tensor | None, causal: bool = True,
-    cu_seqlens: Tensor | None = None, head_scale: Tensor | None = None, return_weights: bool = False,
+    cu_seqlens: Tensor | None = None, return_weights: bool = False, **learned: Tensor,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`lssar.attention` under a mask as transformers hands it to a layer: a code of `masks.py` or the user's own."""
+    """`lssar.attention` under a mask as transformers hands it to a layer: a code of `masks.py` or the user's own.
+
+    `learned` are the mechanism's learned numbers, `head_scale` and `threshold`.
+    """
     q, k, v, view = _arguments(query, key, value, mask, causal, cu_seqlens)
     batch, _, queries, _ = query.shape
     packed = q.shape[0] != batch
@@ -116,9 +119,9 @@ def masked_attention(
             raise ValueError(
                 "the weights of a packed batch are not kept; ask for output_attentions a document at a time"
             )
-        o, weights = attention(q, k, v, mechanism, head_scale=head_scale, return_weights=True, **view)
+        o, weights = attention(q, k, v, mechanism, return_weights=True, **learned, **view)
         return o, nn.functional.pad(weights, (0, key.shape[2] - weights.shape[-1]))
-    o = attention(q, k, v, mechanism, head_scale=head_scale, **view)
+    o = attention(q, k, v, mechanism, **learned, **view)
     return (o[0].unflatten(1, (batch, queries)).transpose(0, 1) if packed else o), None
 
 

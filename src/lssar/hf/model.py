@@ -106,11 +106,9 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
         masks = mask if isinstance(mask, dict) else self._masks(x, mask, position_ids, cache)  # generate makes a dict
 
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, mechanism: Any, head_scale: Tensor | None, window: int | None
-        ) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mechanism: Any, window: int | None, **learned: Any) -> Tensor:
             seen = masks["full_attention" if window is None else "sliding_attention"]
-            return masked_attention(q, k, v, mechanism, mask=seen, cu_seqlens=cu_seqlens, head_scale=head_scale)[0]
+            return masked_attention(q, k, v, mechanism, mask=seen, cu_seqlens=cu_seqlens, **learned)[0]
 
         return self.gpt.positions(position_ids[:, None], self.config.ntk_factor, attend=attend)
 
