@@ -30,7 +30,7 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] == "verdicts":
         return verdict_table(results[0], mixed=words[1:] == ["mixed"])
     if words == ["attack"]:
-        return attack_table(results[0])
+        return attack_table(*results)
     if words == ["lengths"]:
         return length_table(results)
     if words == ["downstream"]:
@@ -74,27 +74,17 @@ def verdict_table(claims: list[dict], mixed: bool) -> str:
     return markdown_table(["", "claim"], rows)
 
 
-def attack_table(result: dict) -> str:
+def attack_table(kills: dict, corruption: dict) -> str:
     """Counts of the kill loop and the corruption matrix."""
-    heads = ["attack", "cases", "outcome"]
-    whole = "{} uninterrupted results compared to the bit: all equal; nothing lost"
-    rows = [
-        [f"training killed: {part['victim']}", f"{part['kills']} kills", whole.format(part["finished_runs"])]
-        for part in result["training"]
-    ]
-    rows += [
-        [
-            f"data preparation killed: {part['workers']} worker(s)",
-            f"{part['kills']} kills",
-            whole.format(part["finished_runs"]),
-        ]
-        for part in result["preparation"]
-    ]
-    matrix = result["corruption"]
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(matrix["outcomes"].items()))
-    rows.append(["damaged files", f"{matrix['cases']} cases", outcomes])
-    return markdown_table(heads, rows) + (
-        f"\n{_machine(result['environment'])}, seed {result['seed']}. Command: `{result['command'].strip()}`.\n"
+    whole = "{} finished, all equal to the uninterrupted one to the bit; nothing lost"
+    rows = []
+    for part in kills["training"] + kills["preparation"]:
+        name = f"training, {part['victim']}" if "victim" in part else f"data preparation, {part['workers']} worker(s)"
+        rows.append([f"kill -9: {name}", f"{part['kills']} kills", whole.format(part["finished_runs"])])
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(corruption["outcomes"].items()))
+    rows.append(["damaged files", f"{corruption['cases']} cases", outcomes])
+    return markdown_table(["attack", "cases", "outcome"], rows) + "".join(
+        f"\n`{result['command'].strip()}`: {_machine(result['environment'])}.\n" for result in (kills, corruption)
     )
 
 

@@ -1,6 +1,7 @@
 """`python -m tests.attack`: the long attack, with its counts written as JSON.
 
-python -m tests.attack --kills 56 --preparation-kills 100 --out results/reliability/attack.json
+python -m tests.attack kills --training 56 --preparation 100      writes results/reliability/kills.json
+python -m tests.attack corruption                                 writes results/reliability/corruption.json
 """
 
 from __future__ import annotations
@@ -10,56 +11,53 @@ import collections
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from lssar.records import environment, write_json
 from tests.attack.corruption import GOOD, matrix
 from tests.attack.kills import VICTIMS, kill_preparation, kill_training
 
 
+def kills(folder: Path, training: int, preparation: int, seed: int) -> dict[str, Any]:
+    """Counts of killed trainings, divided between the ways to train, and of killed preparations."""
+    found: dict[str, Any] = {"seed": seed, "training": [], "preparation": []}
+    for number, victim in enumerate(VICTIMS):
+        share = training * (number + 1) // len(VICTIMS) - training * number // len(VICTIMS)
+        found["training"].append(kill_training(victim, share, folder / f"training-{number}", seed))
+        print(found["training"][-1], flush=True)
+    for workers, share in ((1, preparation - preparation // 5), (2, preparation // 5)):
+        found["preparation"].append(kill_preparation(share, folder / f"preparation-{workers}", workers, seed))
+        print(found["preparation"][-1], flush=True)
+    return found
+
+
+def corruption(folder: Path) -> dict[str, Any]:
+    """Outcomes of the whole corruption matrix."""
+    rows = []
+    for row in matrix(folder):
+        rows.append(row)
+        print(row, flush=True)
+    outcomes = collections.Counter(row["outcome"] for row in rows)
+    return {"cases": len(rows), "outcomes": dict(outcomes), "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.attack", description="Kill loop and corruption matrix.")
-    parser.add_argument("--kills", type=int, default=56, help="of training, divided between its variants")
-    parser.add_argument("--preparation-kills", type=int, default=100, help="of data preparation")
-    parser.add_argument("--no-matrix", action="store_true", help="leave the corruption matrix out")
+    parser.add_argument("attack", choices=["kills", "corruption"])
+    parser.add_argument("--training", type=int, default=56, help="kills of training, divided between its variants")
+    parser.add_argument("--preparation", type=int, default=100, help="kills of data preparation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("results/reliability/attack.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/reliability"), help="folder for the JSON file")
     chosen = parser.parse_args()
-    record: dict = {
-        "command": "python -m tests.attack " + " ".join(sys.argv[1:]), "seed": chosen.seed,
-        "environment": environment(), "training": [], "preparation": [], "corruption": {},
-    }  # fmt: skip
-
-    def keep() -> None:
-        write_json(chosen.out, record, overwrite=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        each = -(-chosen.kills // len(VICTIMS))
-        for number, victim in enumerate(VICTIMS if chosen.kills else ()):
-            record["training"].append(kill_training(victim, each, Path(folder) / f"training-{number}", chosen.seed))
-            print(record["training"][-1], flush=True)
-            keep()
-        if chosen.preparation_kills:
-            parts = {
-                1: chosen.preparation_kills * 4 // 5,
-                2: chosen.preparation_kills - chosen.preparation_kills * 4 // 5,
-            }
-            for workers, kills in parts.items():
-                path = Path(folder) / f"preparation-{workers}"
-                record["preparation"].append(kill_preparation(kills, path, workers, chosen.seed))
-                print(record["preparation"][-1], flush=True)
-                keep()
-        if not chosen.no_matrix:
-            rows = []
-            for row in matrix(Path(folder) / "matrix"):
-                rows.append(row)
-                print(row, flush=True)
-            outcomes = collections.Counter(row["outcome"] for row in rows)
-            bad = [row for row in rows if row["outcome"] not in GOOD]
-            record["corruption"] = {"cases": len(rows), "outcomes": dict(outcomes), "failures": bad, "rows": rows}
-            keep()
-            if bad:
-                sys.exit(f"{len(bad)} of {len(rows)} damaged files led to a traceback or passed in silence")
-    print(f"written: {chosen.out}")
+    about = {"command": "python -m tests.attack " + " ".join(sys.argv[1:]), "environment": environment()}
+    with tempfile.TemporaryDirectory() as name:
+        if chosen.attack == "kills":
+            found = kills(Path(name), chosen.training, chosen.preparation, chosen.seed)
+        else:
+            found = corruption(Path(name))
+    print(f"written: {write_json(chosen.out / f'{chosen.attack}.json', about | found, overwrite=True)}")
+    if bad := [row for row in found.get("rows", []) if row["outcome"] not in GOOD]:
+        sys.exit(f"{len(bad)} damaged files led to a traceback or passed in silence")
 
 
 if __name__ == "__main__":
