@@ -107,7 +107,7 @@ class ExportedRun(Run):
     """A folder written by `lssar export`, such as a released model: the weights of one step, and their tokenizer."""
 
     @property
-    def checkpoint(self) -> Path:  # type: ignore[override]
+    def checkpoint(self) -> Path:
         return self.folder
 
     @property

@@ -24,6 +24,8 @@ GPT2_FILE = "gpt2.tiktoken"
 VERIFIED = ".verified.json"
 """In a data folder: sizes, times of change and checksums of shards that were read and found whole."""
 VERIFY_ALWAYS = 1 << 30
+_UNLISTED: set[Path] = set()
+"""Folders whose missing manifest has been mentioned."""
 
 Split = Literal["train", "val"]
 
@@ -87,6 +89,9 @@ class DataFolder:
         Up to VERIFY_ALWAYS bytes are read every time. Larger data is read once; after that a shard whose size and time
         of change are as they were is not read again.
         """
+        if self.manifest is None and self.path not in _UNLISTED:
+            _UNLISTED.add(self.path)
+            warn(f"{self.path} has no {MANIFEST}, so its shards are only checked for their form")
         listed = self._listed(splits)
         for path in (path for split in splits for path in self.shards(split)):
             if listed and path.name not in listed:

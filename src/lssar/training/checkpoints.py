@@ -151,7 +151,7 @@ def newest(run: Path, files: Iterable[str] = (MODEL,)) -> Path | None:
     None if there are no checkpoints; a ValueError if there are some, all damaged.
     """
     found = checkpoints(run)
-    faults = []
+    faults: list[str] = []
     for path in reversed(found):
         fault = damage(path, files)
         if fault is None:

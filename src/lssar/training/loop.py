@@ -186,7 +186,7 @@ class _Trainer:
         return row | ({} if p is None else {"p": p})
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        move = {"device": self.w.device, "non_blocking": True}
+        move: dict[str, Any] = {"device": self.w.device, "non_blocking": True}
         inputs, targets = batch.inputs.to(**move), batch.targets.to(**move)
         documents = None if batch.cu_seqlens is None else batch.cu_seqlens.to(**move)
         with torch.autocast(self.w.device.type, torch.bfloat16, enabled=self.recipe.dtype == "bfloat16"):
