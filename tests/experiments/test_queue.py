@@ -11,6 +11,7 @@ from lssar.experiments.evaluations import Length
 from lssar.experiments.published import LOSSES
 from lssar.locks import hold
 from lssar.records import write_json
+from lssar.training.loop import TrainingDiverged
 from tests.experiments.reproduce import reproduce
 
 
@@ -141,6 +142,27 @@ def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
     monkeypatch.setitem(SCALES, "smoke", smaller)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0  # the training was not lost
     assert "2/2" not in capsys.readouterr().out
+
+
+def test_a_training_that_diverges_is_a_result(small, monkeypatch, capsys):
+    """Recorded without evaluations, shown as diverged, and not repeated."""
+
+    def diverges(recipe, run, **how):
+        last = train(recipe, run, **how)
+        if recipe.attention == "softmax_inverse":
+            raise TrainingDiverged("training diverged: loss not finite")
+        return last
+
+    train = runner.train
+    monkeypatch.setattr(runner, "train", diverges)
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0
+    said = capsys.readouterr().out
+    assert "training diverged" in said
+    table = json.loads((small / "results/tables/table1.json").read_text())
+    assert {row["label"]: row["loss"]["1"]["mean"] is None for row in table["rows"]}["inverse"]
+    assert sum(row["loss"]["1"]["mean"] is None for row in table["rows"]) == 1
+    assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0
+    assert "4 of them finished before" in capsys.readouterr().out
 
 
 def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lssar.evaluation.length import changes_from_first, interval
+from lssar.evaluation.length import LAST_TOKENS, changes_from_first, interval
 from lssar.evaluation.retrieval import wilson
 from lssar.experiments.arms import Experiment, Row, Scale
 from lssar.experiments.evaluations import Benchmarks, Evaluation, Length, Retrieval
@@ -41,7 +41,8 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
     for row in experiment.rows_at(scale):
         keys = [scale.arm(row, seed).key for seed in range(min(row.seeds, scale.most_seeds))]
         missing += [key for key in keys if key not in arms]
-        there = [arms[key] for key in keys if key in arms]
+        finished = [arms[key] for key in keys if key in arms]
+        there = [_with_nulls(arm, row, scale) if "diverged" in arm else arm for arm in finished]
         for evaluation in row.evaluations:
             done = [arm for arm in there if evaluation.key in arm["evaluations"]]
             if done:
@@ -62,6 +63,19 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
             "missing": list(dict.fromkeys(missing)),
         }
     )
+
+
+def _with_nulls(arm: dict[str, Any], row: Row, scale: Scale) -> dict[str, Any]:
+    """A diverged arm with a loss of null wherever its row has a loss."""
+    base, found = arm["recipe"]["length"], {}
+    for evaluation in row.evaluations:
+        if isinstance(evaluation, Length):
+            lengths = [multiple * base for multiple in evaluation.multiples(scale.farthest)]
+            found[evaluation.key] = {
+                "by_length": [{"length": length, "loss": None} for length in lengths],
+                "last": [{"context": length, "tokens": LAST_TOKENS, "loss": None} for length in lengths],
+            }
+    return arm | {"evaluations": found}
 
 
 def setting_of(arms: list[dict[str, Any]]) -> str:

@@ -36,9 +36,9 @@ trained at {length} tokens and evaluated to {farthest} times that length. Every 
 written before the runs.
 
 Loss: held-out documents joined one after the other, cut into pieces of {longest:,} {units}; every length sees the same
-tokens, and a document boundary can only make more context harder to use. Retrieval: a passkey has a context of its own;
-up to 8 needles share one, and 16 pairs to recall; intervals count contexts as clusters. A cell in which the first 32
-answers are all wrong stops there.
+tokens, and a document boundary can only make more context harder to use. Retrieval: a passkey has a context of its own
+(from 256x on a third of the passkeys for each seed); up to 8 needles share one, and 16 pairs to recall; intervals count
+contexts as clusters. A cell in which the first 32 answers are all wrong stops there.
 
 """
 

@@ -29,11 +29,13 @@ from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
 from lssar.experiments.evaluations import HeldOut
 from lssar.locks import FolderInUse, held, hold
+from lssar.model import GPT
 from lssar.records import environment, write_json
 from lssar.runs import Run
 from lssar.training.checkpoints import latest
 from lssar.training.loop import TrainingDiverged, train
 from lssar.training.metrics import flops_per_token, read_metrics, summarise
+from lssar.training.recipes import Recipe
 
 ARM_LOCK = ".arm.lock"
 
@@ -78,7 +80,10 @@ class Queue:
 
     def finished(self, arm: Arm) -> bool:
         path = self.result(arm)
-        return path.exists() and set(self.required[arm.key]) <= set(load_result(path)["evaluations"])
+        if not path.exists():
+            return False
+        result = load_result(path)
+        return "diverged" in result or set(self.required[arm.key]) <= set(result["evaluations"])
 
     def time_left(self) -> float | None:
         return None if self.deadline is None else self.deadline - time.time()
@@ -237,10 +242,18 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
     """Train and evaluate whatever is missing, and record the results.
 
     An evaluation that fails affects neither the training nor other evaluations, which are recorded; the arm stays
-    unfinished if the evaluation is a required one.
+    unfinished if the evaluation is a required one. A training that diverges is a result too: it is recorded without
+    evaluations, and not repeated.
     """
     run = queue.run(arm)
-    _train(queue, arm, run, watch)
+    try:
+        _train(queue, arm, run, watch)
+    except TrainingDiverged as problem:
+        say(f"{arm.key}: {problem}")
+        steps = read_metrics(run)[-1]["step"]
+        result = _about(queue, arm, GPT(arm.recipe.model()), arm.recipe, steps) | {"diverged": str(problem)}
+        _record(queue.result(arm), result)
+        return result
     opened = Run.open(run)
     model, recipe, step, device = opened.model(), opened.recipe, opened.step, opened.device.type
     scale = queue.scale
@@ -248,24 +261,7 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
         queue.data, recipe, scale.eval_tokens, device, queue.bench, scale.bench_documents, scale.farthest,
         scale.far_tokens, scale.most_questions,
     )  # fmt: skip
-    started = json.loads((run / "config.json").read_text())["environment"]
-    result = {
-        "arm": arm.key,
-        "name": arm.name,
-        "scale": scale.name,
-        "command": queue.command,
-        "content": arm.content,
-        "recipe": recipe.to_dict() | {"data": arm.data},
-        "model": recipe.model().to_dict(),
-        "parameters": model.parameter_count(),
-        "flops": round(flops_per_token(model, recipe.length) * recipe.steps * recipe.batch_tokens),
-        "data": identity(queue.data, arm.data),
-        "seed": recipe.seed,
-        "step": step,
-        "training": summarise(read_metrics(run)),
-        "evaluations": {},
-        "environment": started,
-    }
+    result = _about(queue, arm, model, recipe, step)
     made: dict[str, Any] = result["evaluations"]
     required = queue.required[arm.key]
     for evaluation in sorted(arm.evaluations, key=lambda evaluation: evaluation.key not in required):
@@ -292,6 +288,28 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
     for checkpoint in (run / "checkpoints").glob("step-*"):  # further evaluations need only the weights
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
     return result
+
+
+def _about(queue: Queue, arm: Arm, model: GPT, recipe: Recipe, step: int) -> dict[str, Any]:
+    """The result of an arm without its evaluations."""
+    run = queue.run(arm)
+    return {
+        "arm": arm.key,
+        "name": arm.name,
+        "scale": queue.scale.name,
+        "command": queue.command,
+        "content": arm.content,
+        "recipe": recipe.to_dict() | {"data": arm.data},
+        "model": recipe.model().to_dict(),
+        "parameters": model.parameter_count(),
+        "flops": round(flops_per_token(model, recipe.length) * recipe.steps * recipe.batch_tokens),
+        "data": identity(queue.data, arm.data),
+        "seed": recipe.seed,
+        "step": step,
+        "training": summarise(read_metrics(run)),
+        "evaluations": {},
+        "environment": json.loads((run / "config.json").read_text())["environment"],
+    }
 
 
 def _record(path: Path, result: dict[str, Any]) -> None:
