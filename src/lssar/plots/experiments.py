@@ -64,8 +64,11 @@ def _band(axis: Any, at: list[int], values: list[list[float]], **style: Any) -> 
     axis.fill_between(at, low, high, color=style["color"], alpha=0.15, lw=0)
 
 
-def _end_legend(axis: Any) -> None:
-    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=3.5)
+def _end_legend(axes: Sequence[Any]) -> None:
+    """Right of the last axis, a legend of the curves of all."""
+    found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes[-1].legend(list(found.values()), list(found), fontsize=7, handlelength=3.5, **place)
 
 
 # Figures.
@@ -133,7 +136,7 @@ def _curves(rows: list[Row], table: dict[str, Any]) -> Any:
         titles = ("loss by length", "change from the training length (steep curves leave the axis)")
     for axis, title in zip(axes, titles):
         _multiples(axis, title, table["at"])
-    _end_legend(axes[1])
+    _end_legend(axes)
     figure.tight_layout()
     return figure
 
@@ -178,7 +181,7 @@ def _far(rows: list[Row], table: dict[str, Any]) -> Any:
                 axis.fill_between(list(rates), *bounds, color=style["color"], alpha=0.12, lw=0)
         _multiples(axis, title, at)
         axis.set_ylim(-0.03, 1.05)
-    _end_legend(axes[2])
+    _end_legend(axes)
     figure.tight_layout()
     return figure
 
@@ -192,7 +195,7 @@ def _clip(axis: Any, curves: Sequence[dict[int, list[float]]], room: float = 0.3
     low, top = min(values), min(first) + room
     axis.set_ylim(low - 0.05 * (top - low), top)
     found = 0
-    for curve in curves:
+    for curve in filter(None, curves):
         end, last = max(curve), fmean(curve[max(curve)])
         over = [m for m, each in curve.items() if fmean(each) > top]
         if over:
@@ -265,7 +268,7 @@ def _rates(rows: list[Row], table: dict[str, Any]) -> Any:
         _multiples(axis, task, [2**i for i in range(5)])
         axis.set_ylim(-0.02, 1.02)
     axes[0][0].set_ylabel("share of correct answers")
-    _end_legend(axes[0][-1])
+    _end_legend(axes[0])
     figure.tight_layout()
     return figure
 
