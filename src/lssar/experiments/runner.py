@@ -193,7 +193,7 @@ def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
             except Stopped as reason:
                 say(f"stopped: {reason}; the same command resumes")
                 return failed
-            except (EvaluationFailed, TrainingDiverged, FolderInUse) as reason:
+            except (EvaluationFailed, FolderInUse) as reason:
                 say(f"{reason}; continuing with the next arm")
                 failed.append(arm.key)
             except Exception:
