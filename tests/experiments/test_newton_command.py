@@ -39,7 +39,7 @@ def test_newton_in_short(tmp_path, capsys):
         (["--pretrain-steps", "0"], "steps, batch and warmup must be at least 1"),
         (["--labels", "1"], "must be at least 2"),
         (["--mechanisms", "lsar"], "unknown attention spec 'lsar'"),
-        (["--mechanisms", "lssar,p=many"], "wanted NAME or NAME,FIELD=NUMBER"),
+        (["--mechanisms", "lssar,p=many"], "expected NAME or NAME,FIELD=NUMBER"),
         (["read-law", "NEW"], "holds no sweep"),
         (["publish", "NEW", "NEW"], "holds no sweep"),
         (["report", "NEW"], "does not exist"),

@@ -94,9 +94,11 @@ def test_other_seeds_tell_how_long_an_arm_takes(small):
     assert runner._seconds_of_another_seed(queue, arm) is None
     record = {
         "training": {"tokens": 1000, "tokens_per_s": 50.0}, "evaluations": {"length-16x": {"seconds": 2.5}},
-        "environment": runner.environment(),
+        "environment": runner.environment(), "content": arm.content | {"seed": 1},
     }  # fmt: skip
     write_json(scale.results / "lssar-seed1-0123.json", record)
+    shorter = record | {"content": record["content"] | {"steps": 1}, "evaluations": {"other": {"seconds": 1e9}}}
+    write_json(scale.results / "lssar-seed1-4567.json", shorter)  # another arm with the same name
     assert runner._seconds_of_another_seed(queue, arm) == 22.5
     write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"evaluations": {"other": {"seconds": 1e9}}})
     elsewhere = record["environment"] | {"cpu": "another"}
