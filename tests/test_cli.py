@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lssar.commands.common import Progress, duration
-from lssar.commands.train import sections
+from lssar.commands.train import Train, field_docs, sections
 from lssar.training.recipes import Recipe
 from lssar_cli import COMMANDS, Command, load, main
 
@@ -210,12 +210,16 @@ def test_help(words, shown, capsys):
     assert not any(f"{leak} (default" in said for leak in ("optimisation", "running", "model", "data"))  # comments
 
 
-def test_every_command_has_help(capsys):
-    """Every class of the table can be imported and parsed; every flag of `train` is in one group."""
+def test_every_command_and_flag_has_help():
+    """Every class of the table can be imported, and every flag is explained; those of `train` are each in one group."""
     for section in COMMANDS.values():
         for entry in section.values():
             commands = [entry] if isinstance(entry, Command) else [*entry.commands.values(), entry.default]
-            assert all(hasattr(load(command), "run") for command in commands if command is not None)
+            for kind in (load(command) for command in commands if command is not None):
+                assert hasattr(kind, "run")
+                fields = Recipe if kind is Train else kind
+                missing = [f.name for f in dataclasses.fields(fields) if f.name not in field_docs(fields)]
+                assert not missing, f"{kind.__name__}: no help for {missing}"
     grouped = [name for names in sections().values() for name in names]
     assert len(grouped) == len(set(grouped))
     assert {field.name for field in dataclasses.fields(Recipe)} | {"out", "stop_after"} <= set(grouped)
@@ -251,6 +255,16 @@ def test_ctrl_c_says_that_the_same_command_resumes(tmp_path):
     assert process.returncode == 130
     assert "interrupted; the same command resumes" in errors and "Traceback" not in errors
     assert "stopped and saved" in said and any((out / "checkpoints").iterdir())
+
+
+def test_training_on_data_with_nothing_held_out_warns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    main(["data", "prepare", "a.txt", "--tokenizer", "bytes", "--name", "a", "--val-share", "0"])
+    capsys.readouterr()
+    train = ["train", "tiny-cpu", "--size", "tiny", "--steps", "1", "--length", "32", "--batch-tokens", "64"]
+    main([*train, "--micro-batch", "2", "--data", "data/a", "--out", "run"])
+    assert "nothing in data/a is held out" in capsys.readouterr().err
 
 
 def test_ctrl_c_outside_of_training(monkeypatch, capsys):

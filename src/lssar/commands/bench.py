@@ -23,15 +23,19 @@ class Bench:
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Queries and keys; with --decode, keys in the cache."""
     head_sizes: list[int] = field(default_factory=lambda: [64])
+    """Sizes of a head."""
     dtypes: list[str] = field(default_factory=list)
     """float32 on a CPU and bfloat16 on a GPU, if none is given."""
     modes: list[str] = field(default_factory=lambda: ["forward", "backward", "both"])
     """What to time."""
     batch: int = 1
+    """Sequences."""
     heads: int = 4
+    """Query heads."""
     key_heads: int | None = None
     """As many as heads, if not given."""
     causal: bool = True
+    """Causal attention; --no-causal for all keys."""
     decode: bool = False
     """One row against a cache of each length, in place of self-attention; forward alone."""
     device: str | None = None
@@ -39,6 +43,7 @@ class Bench:
     budget: float = 1.0
     """Seconds of timing for each result."""
     seed: int = 0
+    """Of the inputs."""
     out: Path | None = None
     """Path without suffix for the .json, .csv and .png; nothing is written if not given."""
     overwrite: bool = False
@@ -115,9 +120,13 @@ class Tune:
     """Measure tile shapes of the fused kernels on this GPU, and keep the fastest for later processes."""
 
     head_sizes: list[int] = field(default_factory=lambda: [64, 128])
+    """Head sizes to tune for."""
     dtypes: list[str] = field(default_factory=lambda: ["bfloat16"])
+    """Dtypes to tune for."""
     length: int = 8192
+    """Length of the sequences that are timed."""
     heads: int = 16
+    """Number of heads that are timed."""
     budget: float = 60.0
     """Seconds for each kernel."""
     forget: bool = False

@@ -193,8 +193,11 @@ class Decode:
     tokenizer: str | None = None
     """As for prepare; that of the manifest beside the shards, if not given."""
     eot: str | None = None
+    """As for prepare."""
     max_documents: int | None = None
+    """Stop after this many documents."""
     overwrite: bool = False
+    """Replace the file."""
 
     def run(self) -> None:
         tokenizer = _tokenizer(self.shards, self.tokenizer, self.eot)

@@ -36,6 +36,7 @@ class Demo:
     pieces: int = 3
     """Held-out chunks of the longest length for the loss."""
     seed: int = 0
+    """Of the texts and keys."""
     out: Path = Path("out/demo")
     """Folder for demo.json, the figures, report.html and attention.html; earlier ones there are replaced."""
 

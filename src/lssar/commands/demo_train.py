@@ -19,8 +19,11 @@ class DemoTrain:
     steps: int = 500
     """Of 2,048 bytes each; the same for every mechanism."""
     length: int = 128
+    """Training length, in bytes."""
     multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    """Lengths to evaluate, as multiples of the training length."""
     size: str = "0.8m"
+    """Model size."""
     heads: int | None = None
     """Another number of heads; small ones make the loss of cosine mechanisms rise with length."""
     text: Path | None = None
@@ -28,6 +31,7 @@ class DemoTrain:
     pieces: int = 24
     """Held-out pieces of the longest length."""
     seed: int = 0
+    """Of weights and data."""
     out: Path = Path("out/demo")
     """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
 

@@ -59,6 +59,7 @@ class Retrieval:
     tokenizer: str | None = None
     """bytes, gpt2, or a file; that of the run's data, if not given."""
     seed: int = 0
+    """Of the contexts."""
     batch_tokens: int | None = None
     """Tokens in one forward pass: 524,288 on a GPU, 16,384 on a CPU, if not given."""
     stop_after: float | None = None

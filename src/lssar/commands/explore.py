@@ -25,7 +25,9 @@ class Explore:
     layers: list[int] = field(default_factory=list)
     """Only these layers, counted from 0."""
     out: Path = Path("explore.html")
+    """File to write."""
     overwrite: bool = False
+    """Replace an earlier page."""
 
     def run(self) -> None:
         from lssar.report.explorer import Subject, write_explorer

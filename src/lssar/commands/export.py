@@ -16,11 +16,13 @@ class Export:
     """Write a run as a folder that Hugging Face transformers loads: `lssar export RUN DIR`."""
 
     run_folder: tyro.conf.Positional[Path]
+    """Run folder."""
     folder: tyro.conf.Positional[Path]
     """To be made; there must be no such folder yet."""
     tokenizer: str | None = None
     """bytes, gpt2, or a file; what the run was trained with, if not given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the exported weights."""
     overwrite: bool = False
     """Replace a folder that an earlier export made."""
     license: str = "other"

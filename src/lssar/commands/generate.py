@@ -17,6 +17,7 @@ class Generate:
     folder: tyro.conf.Positional[Path]
     """Run folder."""
     prompt: str = "\n"
+    """Text to continue."""
     tokens: int = 200
     """At most this many new tokens; an end of document ends it earlier."""
     temperature: float = 0.8
@@ -24,6 +25,7 @@ class Generate:
     top_k: int | None = 50
     """Sample among this many most likely tokens."""
     seed: int = 0
+    """Of the sampling."""
     ntk: Literal["off", "length"] = "off"
     """Rotary base as trained, or scaled with the length (NTK-aware)."""
     tokenizer: str | None = None

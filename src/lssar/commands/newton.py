@@ -98,14 +98,17 @@ class ReadLaw:
     folder: tyro.conf.Positional[Path]
     """Folder of the sweep."""
     engine: Literal["operon", "pysr"] = "operon"
+    """Symbolic regression by pyoperon or PySR."""
     arms: Literal["best", "all"] = "best"
     """`best`: of each mechanism the pre-trained arm with most labels, first seed; `all`: every finished arm."""
     operators: list[Literal["arithmetic", "original"]] = field(default_factory=lambda: ["arithmetic", "original"])
     """What formulas are made of: + * / alone, or sin, cos and exp too, as in the original."""
     draws: int = 5
+    """Samples of points from which a formula is fitted."""
     size: int = 1000
     """Points in a draw."""
     workers: int = 1
+    """Processes."""
 
     def run(self) -> None:
         self.read()
@@ -127,6 +130,7 @@ class Publish:
     to: tyro.conf.Positional[Path]
     """Path without suffix, e.g. results/newton/h200: makes h200.json, h200-errors.png, ..."""
     overwrite: bool = False
+    """Replace earlier files."""
 
     def run(self) -> None:
         say_where(write(self.folder, self.to, self.overwrite)[1])
@@ -137,7 +141,9 @@ class Report:
     """Fill the tables of a document from the committed results; with --check only say whether that changes it."""
 
     page: tyro.conf.Positional[Path] = Path("docs/newton.md")
+    """Markdown file whose tables are filled."""
     check: bool = False
+    """Write nothing, and fail if the page does not match the results."""
 
     def run(self) -> None:
         from lssar.experiments.newton.report import filled

@@ -18,7 +18,9 @@ class Report:
     """Run folders, exported models, and JSON files of `lssar eval length`, `lssar eval retrieval` or `lssar diagnose`.
     Files in RUN/evaluation are found by themselves."""
     out: Path = Path("report.html")
+    """File to write."""
     title: str | None = None
+    """Title of the page."""
     compute: bool = False
     """First evaluate what is missing, into RUN/evaluation."""
     multiples: list[int] = field(default_factory=lambda: [1, 4, 16])
@@ -32,6 +34,7 @@ class Report:
     data: Path | None = None
     """For --compute: folder of shards with held-out text; the run's own, if not given."""
     overwrite: bool = False
+    """Replace an earlier page."""
 
     def run(self) -> None:
         from lssar.report.page import plotly

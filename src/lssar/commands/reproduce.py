@@ -31,6 +31,7 @@ class Reproduce:
     """
 
     names: tyro.conf.Positional[list[str]]
+    """Experiments, or all."""
     scale: ScaleName = "smoke"
     """smoke: minutes on two cores; laptop: an hour or two there, for models that have learned something; h200: 51M on
     books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
@@ -119,7 +120,9 @@ class Report:
     """Write docs/results.md and its tables and figures from the results that are there; train nothing."""
 
     scale: ScaleName = "h200"
+    """Scale whose results are written up."""
     tokens: int | None = None
+    """Another number of training tokens, as in `lssar reproduce`."""
     out: Path | None = None
     """Folder that holds results/, if not the scale's own."""
     page: Path | None = None

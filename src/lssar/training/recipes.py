@@ -30,6 +30,7 @@ class Recipe:
 
     # model
     size: str = "124m"
+    """Model size, a name of `lssar.model.SIZES`: tiny, 0.8m, 51m, 124m, ..."""
     attention: str = "lssar"
     """A name of `lssar specs`; `lssa+lssar` divides the heads of a layer between two."""
     layout: str = "uniform"
@@ -42,18 +43,24 @@ class Recipe:
     """Powers during training: `3:0.4,7:0.7,15` is 3 for the first 40% of the steps, 7 up to 70%, then 15; `3..15:0.8`
     rises over the first 80%. The trained model has the last one."""
     position: Literal["rope", "alibi", "none"] = "rope"
+    """Positions of a uniform layout; in other layouts each layer has its own."""
     rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
     window: int | None = None
+    """Sliding window of every layer, in tokens; none if not given."""
     heads: int | None = None
     """Another number of heads than the size has; the width stays."""
     key_heads: int | None = None
+    """Number of key and value heads (grouped queries); as many as heads, if not given."""
     projection: Literal["plain", "tpa"] = "plain"
+    """`tpa`: tensor-product attention, whose keys and values are low-rank."""
     # data
     data: str = ""
     """Folder with *_train_*.bin and *_val_*.bin (made by `lssar data`), or `stdlib`: Python's own source, as bytes."""
     vocab_size: int = 50257
     """For data without a manifest.json; otherwise the manifest decides."""
     length: int = 1024
+    """Training length: tokens of context."""
     pack: bool = False
     """Documents do not see each other; otherwise they are simply strung together, as in the paper."""
     retrieval_share: float = 0.0
@@ -62,29 +69,44 @@ class Recipe:
     """What those documents are."""
     # optimisation
     steps: int = 18_865
+    """Optimiser steps."""
     batch_tokens: int = 524_288
     """Tokens of one step, over all processes and accumulation."""
     micro_batch: int = 32
     """Sequences in one forward of one process."""
     optimiser: Optimiser = "adamw"
+    """`muon`: Muon for the matrices of the blocks, AdamW for the rest."""
     lr: float = 6e-4
+    """Largest learning rate."""
     warmup: int = 700
+    """Steps over which the learning rate rises linearly."""
     schedule: Schedule = "cosine"
+    """Learning rate after the warm-up; cosine and wsd fall to 0 at the last step."""
     decay_share: float = 0.2
     """`wsd`: share of the steps at the end over which the rate falls to 0."""
     weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     clip: float = 1.0
+    """Largest norm of the gradient."""
     # running
     seed: int = 0
+    """Of the weights and of the order of the data."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: autocast, weights and optimiser stay float32."""
     compile: bool = True
+    """Use torch.compile."""
     parallel: Parallel = "ddp"
+    """Under torchrun: replicate the model (ddp) or shard it (fsdp, FSDP2)."""
     checkpoint_layers: bool = False
+    """Recompute activations in the backward pass, which saves memory."""
     eval_every: int = 250
+    """Steps between evaluations on held-out data."""
     eval_batches: int = 20
+    """Batches of held-out data in an evaluation."""
     save_every: int = 1000
+    """Steps between checkpoints."""
     keep: int = 2
     """Newest checkpoints to keep; older ones are deleted."""
     max_non_finite: int = 10
