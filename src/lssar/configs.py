@@ -1,4 +1,4 @@
-"""For values that are made from plain dicts."""
+"""Validates the fields of dataclasses that are read from JSON."""
 
 from __future__ import annotations
 

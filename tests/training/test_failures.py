@@ -212,6 +212,15 @@ def test_evaluation_passes_over_a_damaged_checkpoint_too(run, capsys):
         Run.open(run, "cpu").model()
 
 
+def test_a_checkpoint_is_hidden_before_it_is_deleted(shards, tmp_path, monkeypatch):
+    """A process may be killed in the middle of a deletion."""
+    deleted, real = [], shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, *a, **b: (deleted.append(Path(path).name), real(path, *a, **b)))
+    train(tiny(shards, keep=1), tmp_path)
+    assert ".step-0000004" in deleted
+    assert not [name for name in deleted if name.startswith("step-")]
+
+
 def test_metrics_keep_every_good_line(run, capsys):
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lssar.data.folder import STDLIB, write_stdlib
+from lssar.data.folder import STDLIB, DataFolder, write_stdlib
 from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
 from lssar.experiments.evaluations import HeldOut
@@ -102,7 +102,8 @@ def prepare_data(scale: Scale, given: Path | None) -> Path:
                 shutil.rmtree(temporary)
         return folder
     folder = given or Path("data") / scale.data
-    if not any(folder.glob("*train*.bin")) or not any(folder.glob("*val*.bin")):
+    data = DataFolder(folder)
+    if not (data.shards("train") and data.shards("val")):
         raise FileNotFoundError(
             f"no training and held-out shards (*train*.bin, *val*.bin) in {str(folder)!r}; make them with "
             f"`lssar data prepare ... --name {scale.data}`, or say where they are with --data FOLDER"
@@ -362,8 +363,12 @@ def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
 
 def identity(folder: Path, name: str) -> dict[str, Any]:
     """Identity of the tokens, wherever the folder is."""
-    streams = {split: TokenStream(sorted(folder.glob(f"*{split}*.bin"))).identity() for split in ("train", "val")}
-    return {"name": name, **streams}
+    data = DataFolder(folder)
+    return {
+        "name": name,
+        "train": TokenStream(data.shards("train")).identity(),
+        "val": TokenStream(data.shards("val")).identity(),
+    }
 
 
 def plain(value: Any) -> Any:

@@ -69,10 +69,18 @@ def save(
                        OPTIMISER: {**flat, "rng": torch.get_rng_state()}}  # fmt: skip
             _write(path, tensors, {**state, "step": step, "param_groups": moments["param_groups"]})
             for old in checkpoints(run)[:-keep]:
-                shutil.rmtree(old)
+                _remove(old)
         else:
             warn(f"step {step}: weights or optimiser state are not finite, so no checkpoint is saved")
     return path if w.from_main(int(finite)) else None
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. It is hidden first: a process killed while it deletes leaves no half of one."""
+    hidden = path.with_name(f".{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop: from a recipe and a folder to a trained run, whole or resumed."""
+"""The training loop: trains a recipe into a run folder, or resumes it."""
 
 from __future__ import annotations
 

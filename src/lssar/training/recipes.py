@@ -139,7 +139,7 @@ class Recipe:
                 raise ValueError(f"unknown retrieval task {task!r}; known: {', '.join(TASKS)}")
         if self.lr <= 0 or self.clip <= 0:
             raise ValueError(f"lr and clip must be positive; got {self.lr} and {self.clip}")
-        self.model()  # a bad combination is said before anything is loaded
+        self.model()  # a bad combination is an error before anything is loaded
 
     def model(self) -> ModelConfig:
         heads = {} if self.heads is None else {"heads": self.heads}
