@@ -101,6 +101,16 @@ def result(folder: Path, command: str, output: str) -> Any:
     return output.replace(str(folder), "")
 
 
+def preload() -> None:
+    """Import what the commands import, so that every forked process need not."""
+    from lssar.commands import data, eval_length, generate
+    from lssar.commands import train as train_command
+    from lssar.evaluation import length
+    from lssar.plots import plot_length
+
+    assert all((data, eval_length, generate, train_command, length, plot_length))
+
+
 def execute(folder: Path, command: str) -> tuple[int, str]:
     def act() -> None:
         import torch
@@ -135,6 +145,7 @@ GOOD = ("recovered", "refused", "unaffected")
 
 def matrix(folder: Path, only: Callable[[Path, str, str], bool] = lambda file, damage, command: True) -> Iterator[dict]:
     """One row for each file, damage and command; `only` selects some of them."""
+    preload()
     original = make(folder / "original")
     expected: dict[str, Any] = {}
     work = folder / "work"
@@ -161,7 +172,7 @@ def matrix(folder: Path, only: Callable[[Path, str, str], bool] = lambda file, d
     for file in files(original):
         for damage, act in DAMAGES.items():
             for command in commands(work):
-                if not only(file, damage, command):
+                if not only(file, damage, command) or (command == "data show" and file.parts[0] != "data"):
                     continue
                 usual = undamaged(command)
                 act(fresh() / file)
