@@ -88,6 +88,8 @@ def test_changes_make_new_values():
         (lambda: lssar.spec("lssar", p=10**5000), "p must be a finite number >= 1 .* an integer too large"),
         (lambda: lssar.spec("lssar", p=np.True_), "p must be a finite number >= 1"),
         (lambda: lssar.spec("lssar", head_scale=np.inf), "head_scale must be a finite number"),
+        (lambda: lssar.spec("lssar", p=1e30), "at most 16777216"),
+        (lambda: lssar.spec("lssar", threshold=1e300), "threshold must be a finite number >= 0"),
         (lambda: lssar.spec("lssar", threshold=-0.5), "threshold must be a finite number >= 0"),
         (lambda: lssar.spec("lssa", threshold=0.5), "a threshold is part of the re-weighting"),
         (lambda: lssar.spec("softmax", learned_threshold=True), "a threshold is part of the re-weighting"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -150,8 +149,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-LARGEST_POWER = 3e38
-"""Largest p: what float32 holds."""
+LARGEST_NUMBER = 3.4e38
+"""What float32 holds: the implementations compute with these numbers in float32."""
+
+LARGEST_POWER = 2**24
+"""Beyond, the powers of two neighbouring float32 numbers differ by more than a factor e: weights would be rounding."""
 
 
 def plain_number(value: Any) -> Any:
@@ -162,17 +164,15 @@ def plain_number(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is an int or float that is finite as a float."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return abs(value) <= sys.float_info.max  # also for an int that float() would not take; False for NaN
+    """Whether it is an int or float that is finite in float32."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 
 def check_power(p: Any) -> None:
     """ValueError unless p is a power that re-weighting takes."""
     if not is_number(p) or not 1 <= p <= LARGEST_POWER:
-        shown = "an integer too large for a float" if isinstance(p, int) and p > sys.float_info.max else repr(p)
-        raise ValueError(f"p must be a finite number >= 1 (at most {LARGEST_POWER:g}), or None for none; got {shown}")
+        shown = "an integer too large for a float" if isinstance(p, int) and p > LARGEST_NUMBER else repr(p)
+        raise ValueError(f"p must be a finite number >= 1 (at most {LARGEST_POWER}), or None for none; got {shown}")
 
 
 def _table(*specs: AttentionSpec) -> dict[str, AttentionSpec]:
