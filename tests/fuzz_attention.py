@@ -161,7 +161,8 @@ def draw_call(draw: Draw) -> Call:
         tensors["gain"] = draw.normal(H).to(of_heads)
     if spec.learned_threshold and draw.chance(0.7):
         tensors["threshold"] = draw.normal(H).abs().to(of_heads)
-    do = draw_tensor(draw, (B, H, Lq, Dv), dtype, draw.of(("moderate", "moderate", "zero", "mixed")))
+    sizes.append(draw.of(("moderate", "moderate", "zero", "mixed")))
+    do = draw_tensor(draw, (B, H, Lq, Dv), dtype, sizes[-1])
     bad = draw.chance(0.12)
     if bad:
         for _ in range(draw.integer(1, 2)):

@@ -85,6 +85,20 @@ def test_rows_equal_the_formulas(spec, view):
                 torch.testing.assert_close(o[b, h, i], expected @ v[b, 0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["l1_softplus", "l1_sigmoid", "raw_l1", "softmax", "l1_gelu"])
+def test_gradient_where_scores_are_exactly_zero(name):
+    """A zero key: autograd's usual derivatives of relu and abs at 0 would make a softplus without slope."""
+    q, k, v = qkv(B=1, Lq=6, Lk=6, D=4, grad=False)
+    k[:, :, 2] = 0
+    k.requires_grad_()
+    f = lambda k: lssar.attention(q, k, v, name, impl="reference")  # noqa: E731
+    assert torch.autograd.gradcheck(f, k, fast_mode=True)
+    do = torch.randn(1, 4, 6, 6, dtype=torch.float64)
+    (exact,) = torch.autograd.grad(f(k), k, do[..., :4])
+    (tiled,) = torch.autograd.grad(lssar.attention(q, k, v, name, impl="tiled"), k, do[..., :4])
+    torch.testing.assert_close(tiled, exact)
+
+
 def test_the_reference_runs_in_any_dtype():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         q, k, v = qkv(dtype=dtype, Hkv=4, grad=False)

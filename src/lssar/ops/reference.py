@@ -43,7 +43,8 @@ ACTIVATIONS = {
     "relu6": F.relu6,
     "gelu": F.gelu,
     "sigmoid": torch.sigmoid,
-    "softplus": lambda s: F.relu(s) + torch.log1p(torch.exp(-s.abs())),
+    # With where in place of abs, the derivative at 0 is 1/2.
+    "softplus": lambda s: s.clamp_min(0) + torch.log1p(torch.exp(-torch.where(s < 0, -s, s))),
     "mish": F.mish,
 }
 
@@ -156,8 +157,9 @@ def _any_range(
         return saturate(o, dtype), saturate(w, dtype)
     q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))
     v, scale = limit_heads(v, v.shape[1])
-    if gain is not None:
-        numbers["gain"] = widen(gain, torch.float64, from_finite=True).clamp(-WIDE_LIMIT, WIDE_LIMIT)
+    for name, x in numbers.items():
+        if x is not None:
+            numbers[name] = widen(x, torch.float64, from_finite=True).clamp(-WIDE_LIMIT, WIDE_LIMIT)
     o, w = reference_attention(limit_rows(q), limit_rows(k), v, visible, spec, wide=True, **numbers)
     return narrow(o / per_query_head(scale, o.shape[1]), dtype), narrow(w, dtype)
 
