@@ -76,7 +76,7 @@ def test_caches_of_windows_wind_back_only_while_nothing_is_lost():
     model(ids[:, :5], cache)
     cache.rewind(2)
     torch.testing.assert_close(model(ids[:, 2:], cache), model(ids)[:, 2:], rtol=1e-6, atol=1e-8)
-    with pytest.raises(ValueError, match="keeps only the last 5 of 8 tokens"):
+    with pytest.raises(ValueError, match="keeps only the last 5 of 8 tokens and cannot be rewound to 7"):
         cache.rewind(7)
     assert [layer.length for layer in cache.layers] == [8, 8]  # not one of them
     with pytest.raises(ValueError, match="holds 8 tokens"):
@@ -94,22 +94,31 @@ def test_a_window_is_all_that_a_local_layer_keeps():
     assert cache.bytes == whole.bytes * (100 + 3 * 5) // 400
 
 
-PREFILL = [("softmax@16*3 lssa+lssar/none", 1500, 257), ("softmax@9/alibi cosine_softmax@33 ssmax/none", 400, 8)]
-
-
-@pytest.mark.parametrize(("layout", "length", "chunk"), [*PREFILL, pytest.param(
-    "softmax@128*3 lssa+lssar/none", 65_536, 8192, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "length", "chunk"),
+    [("softmax@16*3 lssa+lssar/none", 1500, 257), ("softmax@9/alibi cosine_softmax@33 ssmax/none", 400, 8)],
+)
 def test_prefill_in_chunks_is_one_pass(layout, length, chunk):
     model = small(layers=4 if "*3" in layout else 3, width=16, heads=2, pattern=parse_layout(layout))
-    ids = torch.randint(61, (1, length))
+    ids = torch.randint(61, (2, length))
     with torch.no_grad():
         whole = model.hidden(ids)
         cache = model.new_cache(length)
         parts = torch.cat([model.hidden(part, cache) for part in ids.split(chunk, 1)], 1)
+        last = model.prefill(ids, model.new_cache(length), chunk)
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-9)
-    torch.testing.assert_close(model.prefill(ids, model.new_cache(length), chunk), whole[:, -1], rtol=0, atol=1e-9)
+    torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=1e-9)
     losses = [model.token_losses(ids[:, :-1], ids[:, 1:], chunk=size) for size in (chunk, length)]
     torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_prefill_of_65536_tokens_is_one_pass():
+    model = small(layers=4, width=16, heads=2, pattern=parse_layout("softmax@128*3 lssa+lssar/none"))
+    ids = torch.randint(61, (1, 65_536))
+    with torch.no_grad():
+        last = model.prefill(ids, model.new_cache(65_536))
+        torch.testing.assert_close(last, model.hidden(ids)[:, -1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

@@ -48,7 +48,7 @@ class ModelConfig:
     """Fewer than heads: grouped queries. None: as many as heads."""
     vocab_size: int = 50257
     pad_vocab_to: int = 128
-    """Rows of the embedding are rounded up to a multiple of this; the extra logits are never looked at."""
+    """Rows of the embedding are rounded up to a multiple of this; the extra logits are ignored."""
     train_length: int = 1024
     attention: AttentionSpec | tuple[AttentionSpec, ...] = LSSAR
     """One mechanism, or one a layer."""
@@ -212,7 +212,7 @@ class Cache:
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens. ValueError if a layer with a window no longer has them."""
         for layer in self.layers:
-            dataclasses.replace(layer).rewind(length)  # all of them or none
+            dataclasses.replace(layer).rewind(length)  # raises before any layer changes
         for layer in self.layers:
             layer.rewind(length)
 
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         return max(1.0, length / self.config.train_length) if self.ntk == "length" else float(self.ntk)
 
     def new_cache(self, room: int) -> Cache:
-        """A cache for up to `room` tokens. NTK scaling by length goes by `room`: keys once rotated stay as they are."""
+        """A cache for up to `room` tokens. NTK scaling by length uses `room`, since cached keys are already rotated."""
         layers = [block.attention.new_cache(room, self.window) for block in self.layers()]
         return Cache(layers, self.ntk_factor(room))
 
@@ -292,7 +292,7 @@ class GPT(nn.Module):
         return self.encode(self.embed(ids), cache, cu_seqlens)
 
     def encode(self, x: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """`hidden` for what is embedded already, (B, L, W): tokens need not come from this vocabulary."""
+        """`hidden` for embeddings (B, L, W), which need not come from this model's vocabulary."""
         caches = cache.layers if cache is not None else None
         recompute = self.config.checkpoint_layers and self.training and cache is None
         again = partial(checkpoint, use_reentrant=False) if recompute else None
@@ -302,7 +302,7 @@ class GPT(nn.Module):
         self, x: Tensor, positions: Positions, caches: Sequence[LayerCache] | None = None,
         recompute: Callable[..., Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Embeddings (B, L, W) through all blocks and the last norm; `recompute` calls a block and forgets it."""
+        """Embeddings (B, L, W) through all blocks and the last norm; `recompute` calls a block with checkpointing."""
         for index, block in enumerate(self.blocks):
             cache = caches[index] if caches is not None else None
             x = block(x, positions, cache) if recompute is None else recompute(block, x, positions, cache)

@@ -20,7 +20,7 @@ from lssar.specs import AttentionSpec
 
 
 def ntk_base(base: float, factor: float, head_size: int) -> float:
-    """NTK-aware base for a context `factor` times the trained one: base * s^(d / (d - 2)); never below the trained."""
+    """NTK-aware rotary base, base * s^(d / (d - 2)), for a context s = max(1, `factor`) times the trained one."""
     return base * max(1.0, factor) ** (head_size / (head_size - 2))
 
 
@@ -29,7 +29,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotary_angles(positions: Tensor, head_size: int, base: float) -> Angles:
-    """cos and sin, (..., L, D / 2), float32."""
+    """Rotary angles of the given positions (..., L)."""
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
     frequencies = base**-exponents
     return _cos_sin_once(positions, frequencies) if torch.compiler.is_compiling() else _cos_sin(positions, frequencies)
@@ -40,7 +40,7 @@ def _cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-# A node that the compiler cannot look into: it would compute sines anew for every element of q and k in every layer.
+# Opaque to torch.compile, which otherwise fuses the sines into every layer and computes them for each element of q, k.
 _cos_sin_once = torch.library.custom_op(
     "lssar::cos_sin", _cos_sin, mutates_args=(), schema="(Tensor positions, Tensor frequencies) -> (Tensor, Tensor)"
 )
@@ -55,7 +55,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """Press 2022: 2^(-8 i / H) for powers of two; other counts fill in from the next power."""
+    """Slopes (H,) of ALiBi (Press 2022): 2^(-8 i / H) for powers of two; other counts interleave the next power's."""
     power = 2 ** math.floor(math.log2(heads))
     i = torch.arange(heads, device=device, dtype=torch.float32)
     exponents = torch.where(i < power, 8 * (i + 1), 4 * (2 * (i - power) + 1)) / power
@@ -63,15 +63,15 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 
 
 ALIBI_ROOM = 8
-"""Dimensions that ALiBi adds to a head, of which it uses two: fused softmax kernels want multiples of eight."""
+"""Dimensions that ALiBi adds to a head. It uses two; fused softmax kernels need multiples of eight."""
 
 
 def add_alibi(q: Tensor, k: Tensor, slopes: Tensor, first_key: int = 0) -> tuple[Tensor, Tensor]:
-    """q, k with more dimensions, whose product adds slope * j to the scores of a dot-product softmax.
+    """q and k with further dimensions whose product adds slope * j to the scores of a dot-product softmax.
 
-    ALiBi's slope * (j - i) differs from that by a constant of the row, which softmax does not feel. The position goes
-    in as 256 * high + low, since half precision holds no more than 8 bits of it. Scores are scaled by 1 / sqrt(d) with
-    the new d, which is made up for in q.
+    ALiBi adds slope * (j - i), which differs by a constant of the row, and softmax is invariant to that. Positions are
+    split as 256 * high + low, because bfloat16 holds integers up to 256 only. The larger head size changes the
+    1 / sqrt(d) of the scores; q is scaled to compensate.
     """
     heads, keys, d = q.shape[1], k.shape[2], q.shape[-1]
     grow = math.sqrt((d + ALIBI_ROOM) / d)
@@ -93,11 +93,11 @@ class LayerCache:
     """
 
     room: int
-    """Most tokens in all."""
+    """Largest number of tokens that may be added in all."""
     window: int | None = None
-    """Only so many of the last tokens are kept; None: all."""
+    """How many of the last tokens are kept; None: all."""
     ordered: bool = False
-    """Always return tokens in their order: ALiBi's layers add positions to what is returned."""
+    """Return tokens in their order even where a row does not depend on it (ALiBi adds positions to the keys later)."""
     length: int = 0
     """Tokens seen so far."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -137,13 +137,13 @@ class LayerCache:
         return torch.arange(start, stop, device=self.tensors[0].device) % self.size
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens; impossible if others have taken their place."""
+        """Keep the first `length` tokens only; a ValueError if some of them have been overwritten."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens; it cannot be wound back to {length}")
+            raise ValueError(f"the cache holds {self.length} tokens; it cannot be rewound to {length}")
         if length < self.length > self.size:
             raise ValueError(
-                f"a layer keeps only the last {self.size} of {self.length} tokens, so that it cannot be wound back to "
-                f"{length}; use snapshot() before and restore() after"
+                f"a layer keeps only the last {self.size} of {self.length} tokens and cannot be rewound to {length}; "
+                "use snapshot() before adding tokens and restore() after"
             )
         self.length = length
 
@@ -172,10 +172,10 @@ class Positions:
     angles: Angles | None = None
     """Rotary cos and sin of this call's tokens."""
     slopes: Tensor | None = None
-    """ALiBi."""
+    """Slopes of ALiBi (H,)."""
     cu_seqlens: Tensor | None = None
     window: int | None = None
-    """No layer sees more than this, whatever its own window."""
+    """Upper limit of every layer's window."""
     attend: Callable[..., Tensor] | None = None
     """Called as attend(q, k, v, spec, window=, ...) in place of `lssar.attention`, where the caller has masks of its
     own. Learned numbers of the heads (`head_scale`, `threshold`) and a power `p` are passed if there are any."""
@@ -191,7 +191,7 @@ def token_positions(length: int, device: torch.device, start: int = 0, cu_seqlen
 
 
 def narrower(window: int | None, other: int | None) -> int | None:
-    """The smaller of two windows; None hides nothing."""
+    """The smaller of two windows, where None is unlimited."""
     return other if window is None else window if other is None else min(window, other)
 
 
@@ -266,7 +266,7 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Mechanisms:
-    """What the layers below share: groups of heads with a mechanism each, a learned scale, and a power."""
+    """Base of the attention layers: groups of heads with a mechanism each, their learned numbers, and a power."""
 
     groups: tuple[HeadGroup, ...]
     head_scale: nn.Parameter | None
@@ -324,7 +324,7 @@ class _Mechanisms:
         self, q: Tensor, k: Tensor, v: Tensor, *, function: Callable[..., Tensor] = attention,
         mask: Tensor | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """`lssar.attention`, or a function with its arguments, with each mechanism on its heads."""
+        """Output of `lssar.attention` (or of `function`, called likewise) with each mechanism on its heads."""
         outputs = []
         for group in self.groups:
             own = dict(others)
@@ -407,7 +407,7 @@ class Attention(_Mechanisms, nn.Module):
         return LayerCache(room, narrower(self.window, window), ordered=self.position == "alibi")
 
     def positions(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Positions:
-        """Of the tokens x (B, L, W) that follow those of the cache, for a layer that is called by itself."""
+        """Positions of the tokens x (B, L, W), which follow those of the cache; for a layer used on its own."""
         shape = self.project.config
         at = token_positions(x.shape[1], x.device, 0 if cache is None else cache.length, cu_seqlens)
         return Positions(
@@ -420,16 +420,18 @@ class Attention(_Mechanisms, nn.Module):
         self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens x (B, L, W) that follow those of the cache, if there is one. `cu_seqlens` (documents + 1,): x is one
-        row of packed documents, which do not see each other. A model that has computed `positions` for all of its
-        layers passes them."""
+        """The output (B, L, W) for the tokens x (B, L, W), which follow those of the cache, if one is given.
+
+        `cu_seqlens` (documents + 1,) are the bounds of documents packed into one row, which do not see each other.
+        `positions` can be computed once for several layers; each layer computes its own otherwise.
+        """
         if positions is None:
             positions = self.positions(x, cache, cu_seqlens)
         q, k, v = self.qkv(x, positions, cache)
         view: dict[str, Any] = {"window": narrower(self.window, positions.window)}
         if positions.attend is None:
             view["cu_seqlens"] = positions.cu_seqlens
-            if cache is not None:  # the window that its tokens were kept for
+            if cache is not None:  # it may have been created under another test-time window
                 view["window"] = cache.window
         o = self.attend(q, k, v, function=positions.attend or attention, **view)
         return self.out(o[..., : self.project.config.head_size].transpose(1, 2).flatten(2))
@@ -440,12 +442,12 @@ class Attention(_Mechanisms, nn.Module):
         if self.position == "alibi":
             assert positions.slopes is not None
             q, k = add_alibi(q, k, positions.slopes)
-            v = F.pad(v, (0, ALIBI_ROOM))  # one head size for all three: without it the fused kernels refuse
+            v = F.pad(v, (0, ALIBI_ROOM))  # the fused kernels need one head size for all three
         return q, k, v
 
 
 class MultiheadAttention(_Mechanisms, nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` with another mechanism: same arguments, weights and results' shapes.
+    """`torch.nn.MultiheadAttention` with another mechanism: the same arguments, parameters and shapes of results.
 
     `spec` is a mechanism (`"lssar"`, `"lssa+lssar"` to divide the heads, an `AttentionSpec`). As in PyTorch there are
     no positions, and rows see all keys unless a mask or `is_causal` says otherwise. A state dict of PyTorch's module
@@ -491,8 +493,7 @@ class MultiheadAttention(_Mechanisms, nn.MultiheadAttention):
         for name in ("head_scale", "threshold"):
             if (learned := getattr(self, name)) is not None:
                 setattr(self, name, nn.Parameter(learned.to(device=device, dtype=dtype)))
-        # PyTorch's transformer layers ask for this before they skip the module's forward for kernels of their own,
-        # which compute softmax.
+        # In inference, PyTorch's transformer layers bypass this module's forward with a softmax kernel if this is True.
         self._qkv_same_embed_dim = False
 
     def forward(
@@ -507,7 +508,7 @@ class MultiheadAttention(_Mechanisms, nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, shaped as `query`, and with `need_weights` the weights: (B, Lq, Lk), or (B, heads, Lq, Lk) if
-        not averaged. With `is_causal` the last query sees all keys, and `attn_mask` is taken to say the same."""
+        not averaged. With `is_causal`, rows are causal and aligned at the last key, and `attn_mask` is not read."""
         batched = query.dim() == 3
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
             raise ValueError(
@@ -580,7 +581,7 @@ def _hidden(name: str, mask: Tensor) -> Tensor:
 def layer_config(
     spec: str | AttentionSpec | LayerConfig, window: int | None = None, position: Position | None = None
 ) -> LayerConfig:
-    """The one layer that `spec` says, with another window or position kind where those are given."""
+    """The layer that `spec` describes, with another window or position kind where one is given."""
     if isinstance(spec, str):
         layers = parse_layout(spec)
         if len(layers) != 1:

@@ -26,7 +26,7 @@ Parallel = Literal["ddp", "fsdp"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run of training. Every field is a flag of `lssar train`; a run folder keeps them all."""
+    """Settings of a training run. Every field is a flag of `lssar train` and is stored in the run folder."""
 
     # model
     size: str = "124m"
@@ -62,7 +62,7 @@ class Recipe:
     length: int = 1024
     """Training length: tokens of context."""
     pack: bool = False
-    """Documents do not see each other; otherwise they are simply strung together, as in the paper."""
+    """Documents do not attend to each other; otherwise they are concatenated, as in the paper."""
     retrieval_share: float = 0.0
     """Share of the training windows that are documents which ask for retrieval (see docs/evaluation.md)."""
     retrieval_tasks: tuple[str, ...] = ("passkey", "needles", "recall", "copy")
@@ -171,7 +171,7 @@ class Recipe:
         return {"pattern": pattern}
 
     def _attention(self) -> LayerConfig:
-        """What `attention` and `p` say."""
+        """The mechanisms that `attention` and `p` describe."""
         layer = parse_mechanisms(self.attention)
         if self.p is None:
             return layer
@@ -233,8 +233,8 @@ RECIPES: dict[str, Recipe] = {
         size="124m", data="data/books", steps=1_600, batch_tokens=65_536, micro_batch=32, lr=8e-4, warmup=100,
         eval_every=200, save_every=500,
     ),
-    # A quarter of the windows ask for retrieval, which small models do not learn from text alone. Muon, because the
-    # tiny one has learned the passkey with it after 1,000 steps, and with AdamW has not.
+    # A quarter of the windows ask for retrieval, which small models do not learn from text alone. With Muon the tiny
+    # model learns the passkey in 1,000 steps; with AdamW it does not.
     "retrieval-51m": Recipe(
         size="51m", data="data/books", steps=1_400, batch_tokens=65_536, micro_batch=64, optimiser="muon", lr=6e-4,
         warmup=100, retrieval_share=0.25, eval_every=200, save_every=500,
