@@ -11,15 +11,18 @@ from typing import Any
 
 from tests.helpers import outside_the_interpreter
 
-TYPES = {  # of pointers that are not bfloat16
-    "*fp32": ("v_max_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr"),
+TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
+    "*fp32": (
+        "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr",
+        "gain_ptr",
+    ),
     "*i32": ("key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
-}
+    "fp32": ("exponent",),
+}  # fmt: skip
 
 
 def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, Any]:
-    """Bytes of shared memory, number of asynchronous products, `overwritten` tiles; what the compiler says, if it
-    fails."""
+    """Bytes of shared memory, number of asynchronous products and `overwritten` tiles of the compiled kernel."""
     words = module, kernel, json.dumps(constants), json.dumps(types)
     return outside_the_interpreter("tests.ops.compile_for_hopper", *words, cache=cache)
 
@@ -58,7 +61,7 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
 
     kernel = getattr(importlib.import_module(module), name)
     warps = constants.pop("warps")
-    known = {pointer: kind for kind, pointers in TYPES.items() for pointer in pointers} | types
+    known = {name: kind for kind, names in TYPES.items() for name in names} | types
     signature, values, attributes = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

@@ -63,9 +63,19 @@ def compare(spec, dtype, L=37, D=32, B=1, Hq=4, Hkv=2, note="", **view):
     call = lambda *x: fused.activation_attention(*x, spec, **{"causal": True, **view})  # noqa: E731
     ours = with_gradients(call, inputs, do)
     exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **view), inputs, do)
-    runs = eager_runs(inputs, do, spec, dtype, exact, **view)
     floor = cancellation_floor(*inputs, do, spec) if L <= 3 and not view else (0.0, 0.0, 0.0, 0.0)
-    assert_within_twice_eager(ours, runs, exact, EPS[dtype], note, floor)
+    if dtype == torch.float32:
+        runs = eager_runs(inputs, do, spec, dtype, exact, **view)
+        assert_within_twice_eager(ours, runs, exact, EPS[dtype], note, floor)
+        return
+    # Three times what the kernels show: 0.9 eps, and with re-weighting the power multiplies the error of a score.
+    eps = torch.finfo(dtype).eps * (0.5 if CUDA and dtype == torch.bfloat16 else 1)  # the interpreter truncates
+    p = 0 if spec.p is None else spec.p
+    for name, x, r, least in zip(("o", "dq", "dk", "dv"), ours, exact, floor):
+        assert x.isfinite().all(), f"{note}: {name} is not finite"
+        error, size = (t.double().square().mean().sqrt().item() for t in (x - r, r))
+        allowed = (2.5 + p / (16 if name in ("o", "dv") else 3)) * eps * max(size, 1e-3) + least
+        assert error <= allowed, f"{note}: {name} is off by {error:.3g}, allowed {allowed:.3g}"
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -73,17 +83,31 @@ def test_every_mechanism(spec):
     compare(spec, torch.bfloat16)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_n", "raw_l1", "exp", "softmax^3"])
+@pytest.mark.parametrize(
+    ("name", "view"),
+    [
+        ("softmax", "full"),
+        ("softmax", "window"),
+        ("sigmoid_n", "pack"),
+        ("sigmoid_n", "full window"),
+        ("raw_l1", "padding"),
+        ("exp", "window"),
+        ("exp", "pack"),
+        ("softmax^3", "full window"),
+        ("softmax^3", "pack"),
+        ("softmax^3", "padding"),
+    ],
+)
 def test_what_rows_see(name, view):
     compare(named(name), torch.float32, **VIEWS[view])
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_n_l1", "raw_l1", "l1_relu2", "cosine_softmax", "l1_softplus"])
-def test_reweighted(name):
-    """Whole and broken powers; signed activations; the first rows, which have no threshold."""
-    for p in (1, 15, 2.5):
-        compare(lssar.spec(name).reweighted(p), torch.float32, L=3 if p == 1 else 37, note=f"p = {p}")
+@pytest.mark.parametrize(
+    ("name", "p"), [("softmax", 15), ("sigmoid_n_l1", 2.5), ("raw_l1", 1), ("l1_relu2", 2.5), ("cosine_softmax", 15)]
+)
+def test_reweighted(name, p):
+    """Integer and other powers; signed activations; the first rows, which have no threshold."""
+    compare(lssar.spec(name).reweighted(p), torch.float32, L=3 if p == 1 else 37)
 
 
 @pytest.mark.parametrize("name", ["raw_l1", "l1_relu2", "l1_mish", "l1_gelu", "softmax", "softmax^3"])

@@ -31,19 +31,41 @@ def tensors(B=1, Hq=2, Hkv=1, Lq=70, Lk=None, D=32, dtype=torch.float32, seed=0)
     return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
 
 
+def rms(x):
+    return x.double().square().mean().sqrt().item()
+
+
+def allowed_error(name, p, dtype, exact, do, same):
+    """Root mean square error that a kernel may have; same: results of the formula evaluated in the inputs' dtype.
+
+    For half types it is three to four times what the kernels show (0.8 eps for o and dv, 4 eps for dq and dk at
+    p = 15): weights are rounded to the dtype, and the power multiplies the relative error of a score. dO.v - dO.O
+    cancels where one key has nearly all the weight, so errors of dq and dk are also measured against dO. Triton's
+    interpreter truncates to bfloat16 where a GPU rounds, which doubles the errors.
+    """
+    eps = torch.finfo(dtype).eps
+    if dtype == torch.float32:
+        lost = max(rms((run - exact).nan_to_num(torch.inf)) for run in same)
+        return 2 * lost + 8 * eps * max(rms(exact), rms(do))
+    if dtype == torch.bfloat16 and CUDA:
+        eps /= 2
+    p = p or 1
+    if name in ("o", "dv"):
+        return (1.5 + p / 16) * eps * rms(exact)
+    return (4 + p / 3) * eps * max(rms(exact), rms(do))
+
+
 def compare(q, k, v, do, p, causal=True, note="", **view):
-    """Fused within twice the error of the same formula in the inputs' dtype, in the root mean square."""
+    """Fused against the formula in float64: see allowed_error."""
     see = {"causal": causal, **view}
-    size = lambda x: x.double().square().mean().sqrt().item()  # noqa: E731
     got = with_gradients(lambda *x: fused_attention(*x, p=p, causal=causal, **view), (q, k, v), do)
     inputs = tuple(x.double() for x in (q, k, v))
     exact = with_gradients(lambda *x: eager(*x, spec_of(p), torch.float64, **see), inputs, do.double())
-    same = list(eager_runs((q, k, v), do, spec_of(p), q.dtype, exact, **see))
+    same = list(eager_runs((q, k, v), do, spec_of(p), q.dtype, exact, **see)) if q.dtype == torch.float32 else []
     for index, (name, x, r) in enumerate(zip(("o", "dq", "dk", "dv"), got, exact)):
         assert x.isfinite().all(), f"{note}: {name} is not finite"
-        lost = max(size((run[index] - r).nan_to_num(torch.inf)) for run in same)
-        allowed = 2 * lost + 8 * torch.finfo(q.dtype).eps * max(size(r), size(do))
-        assert size(x - r) <= allowed, f"{note}: {name} is off by {size(x - r):.3g}, allowed {allowed:.3g}"
+        allowed = allowed_error(name, p, q.dtype, r, do, [run[index] for run in same])
+        assert rms(x - r) <= allowed, f"{note}: {name} is off by {rms(x - r):.3g}, allowed {allowed:.3g}"
     return got
 
 
@@ -57,27 +79,28 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_what_rows_see(view):
+@pytest.mark.parametrize(
+    ("view", "dtype", "p"),
+    [
+        ("causal", torch.float32, 15),
+        ("full", torch.float16, 3),
+        ("window", torch.float32, 1.5),
+        ("full window", torch.bfloat16, 15),
+        ("pack", torch.bfloat16, 3),
+        ("full pack", torch.float32, None),
+        ("causal", torch.bfloat16, 15),
+        ("full", torch.bfloat16, 64),
+        ("causal", torch.float16, None),
+        ("window", torch.bfloat16, 1),
+        ("pack", torch.float16, 15),
+        ("full", torch.float32, 64),
+    ],
+    ids=str,
+)
+def test_against_float64(view, dtype, p):
+    """Pairs of what rows see, dtype and power; in bfloat16 most rows take the shorter arithmetic of steep.py."""
     options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in VIEWS[view].items()}
-    compare(*tensors(), p=15, note=view, **options)
-
-
-@pytest.mark.parametrize("p", [None, 1, 1.5, 3, 15, 64])
-def test_powers(p):
-    compare(*tensors(Lq=50), p=p)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
-def test_half_types(dtype):
-    compare(*tensors(D=64, dtype=dtype), p=15)
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_steep_rows(view):
-    """In bfloat16 most rows take the shorter arithmetic of steep.py."""
-    options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in VIEWS[view].items()}
-    compare(*tensors(D=64, dtype=torch.bfloat16), p=15, note=view, **options)
+    compare(*tensors(D=64 if dtype == torch.bfloat16 else 32, dtype=dtype), p=p, note=view, **options)
 
 
 def test_only_steep_rows_take_the_short_way(monkeypatch):
@@ -96,12 +119,12 @@ def test_only_steep_rows_take_the_short_way(monkeypatch):
     torch.testing.assert_close(short, exact, **close)
 
 
-@pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (4, 4), (33, 70), (70, 40), (1, 37)])
+@pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (4, 4), (33, 70), (70, 40)])
 def test_lengths(Lq, Lk):
     compare(*tensors(Lq=Lq, Lk=Lk), p=15, note=f"{Lq}, {Lk}")
 
 
-@pytest.mark.parametrize("D", [16, 18, 20, 100])
+@pytest.mark.parametrize("D", [18, 100])
 def test_head_sizes(D):
     compare(*tensors(Lq=37, D=D), p=15)
 
@@ -218,8 +241,7 @@ def paged(x, table, page):
     return cache
 
 
-@pytest.mark.parametrize("page", [0, 16])
-@pytest.mark.parametrize(("p", "rows"), [(15, 1), (None, 3), (1.5, 2)])
+@pytest.mark.parametrize(("page", "p", "rows"), [(0, 15, 1), (16, None, 3), (16, 1.5, 2)])
 def test_decode(page, p, rows):
     q, k, v, _ = tensors(B=2, Hq=4, Hkv=2, Lq=rows, Lk=90, D=20)
     lengths = torch.tensor([77, 3], device=DEVICE)

@@ -1,8 +1,7 @@
-"""Fused Triton kernels: LSSA and LSSAR (forward, backward, decode), and activations over a divisor (forward, backward).
+"""Fused kernels: LSSA and LSSAR (forward, backward, decode), and activations over a divisor (forward, backward).
 
-Importing this needs neither GPU nor Triton.
-
-The kernels themselves are imported on first use, so that TRITON_INTERPRET=1 may still be set after `import lssar`.
+Importing this needs neither a GPU nor Triton. The kernels are imported on first use, so that TRITON_INTERPRET=1 may
+still be set after `import lssar`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def is_lssa(spec: Any) -> bool:
-    """Whether it is LSSA or LSSAR, which have kernels of their own."""
+    """Whether it is LSSA or LSSAR, with a learned gain or without, which have kernels of their own."""
     return (
         spec.cosine
         and spec.log_n
         and (spec.scale, spec.activation, spec.divisor, spec.bias, spec.recentre)
         == ("log_d", "softplus", "l1", "none", "none")
         and not spec.negate
-        and spec.head_scale is None
     )
 
 
@@ -79,8 +77,8 @@ def fused_attention(
 
     p: a number, or a float tensor of no dimensions on the CPU: torch.compile makes a number a constant of the graph and
     a tensor an input, which can change without compiling again.
-    gain: (Hq,), multiplies the scores of each query head; differentiable. For half types the score scale of a row times
-    the gain is limited to 32768.
+    gain: (Hq,), multiplies the scores of each query head; differentiable. For half types log d log2 n times
+    the gain is limited to 2048.
     Masks as `lssar.attention` documents them. The result has the layout of q in memory.
     """
     from lssar.ops.fused.op import forward_op

@@ -19,12 +19,15 @@ from lssar.ops.fused.primitives import (
     INTERPRETED,
     dot,
     head_and_block,
+    keep_visible,
     load_tile,
+    not_finite,
     power,
     rows_of_keys,
     saturate,
     store_tile,
     visible_keys,
+    without_broken_rows,
 )
 
 
@@ -189,6 +192,33 @@ def _row_statistics(
     return total, a_max, s_max
 
 
+@triton.jit
+def _careful_values(
+    q, k_ptr, k_stride, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, factor, bias, shift, slope, intercept,
+    columns, P, REWEIGHT: tl.constexpr, ACTIVATION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Sums of weights times v [M, D] for values that are not finite: NaN in rows that see such a value, and in others
+    what it would be without that key."""
+    offsets = tl.arange(0, N)
+    o = tl.zeros([M, BLOCK_D], tl.float32)
+    spoiled = tl.zeros([M], tl.int32)
+    for start in tl.range(lo, hi, N, num_stages=1):
+        k = load_tile(k_ptr, start, key_stop, k_stride, offsets, columns, D, True)  # [N, D]
+        v, broken = without_broken_rows(load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True))
+        s = dot(q, tl.trans(k), PRECISION=DOT) * factor[:, None] + bias[:, None]  # [M, N]
+        keys = (start + offsets)[None, :]
+        s = keep_visible(s, keys, row_start[:, None], row_stop[:, None], HIDDEN)
+        a = activate(s, shift[:, None], ACTIVATION)
+        if REWEIGHT:
+            a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P)
+        a = keep_visible(a, keys, row_start[:, None], row_stop[:, None], 0.0)
+        o = dot(saturate(a, v.dtype), v, o, PRECISION=DOT)
+        here = keep_visible(tl.broadcast_to(broken[None, :], [M, N]), keys, row_start[:, None], row_stop[:, None], 0)
+        spoiled = tl.maximum(spoiled, tl.max(here, 1))
+    return tl.where((spoiled > 0)[:, None], float("nan"), o)
+
+
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, row_plane,
@@ -242,7 +272,7 @@ def forward_kernel(
         keys = (start + offsets)[None, :]
         if ACTIVATION == "exp":
             if masked:
-                s = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), s, HIDDEN)
+                s = keep_visible(s, keys, row_start[:, None], row_stop[:, None], HIDDEN)
             if not REWEIGHT:
                 higher = tl.maximum(shift, tl.max(s, 1))
                 shrink = tl.exp(shift - higher)
@@ -251,11 +281,16 @@ def forward_kernel(
         if REWEIGHT:
             a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P if P > 0 else exponent)
         if masked:
-            a = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), a, 0.0)
+            a = keep_visible(a, keys, row_start[:, None], row_stop[:, None], 0.0)
         weight = saturate(a, v.dtype)
         if DIVISOR == "l1":  # the sum of what is multiplied: of one key alone the output is then v to the bit
             total += tl.sum(tl.abs(weight.to(tl.float32)), 1)
         o = dot(weight, v, o, PRECISION=DOT)
+    if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
+        o = _careful_values(
+            q, k_ptr, k_stride_l, v_ptr, v_stride_l, lo, hi, row_start, row_stop, key_stop, factor, bias, shift, slope,
+            intercept, columns, P if P > 0 else exponent, REWEIGHT, ACTIVATION, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT,
+        )  # fmt: skip
     divisor = total if DIVISOR == "l1" else fixed_divisor(n, DIVISOR, GAMMA, LENGTH)
     inverse = tl.where(divisor > 0, SIGN / tl.where(divisor > 0, divisor, 1.0), 0.0)
     if ACTIVATION == "exp" and DIVISOR != "l1":
@@ -326,6 +361,39 @@ def _terms(
     return weight, g, phi, sign
 
 
+@triton.jit
+def _query_sums(
+    q, do, k_ptr, k_stride, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor, bias,
+    inverse, shift, slope, intercept, delta, columns, P, REWEIGHT: tl.constexpr, ACTIVATION: tl.constexpr,
+    DIVISOR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Over keys lo..hi: sum of g phi' k [M, D]; of sign(a) phi' k, which the mean of g multiplies later; of g [M].
+
+    CAREFUL: without keys that are not finite. Rows that see those are NaN by their delta.
+    """
+    offsets = tl.arange(0, N)
+    dq = tl.zeros([M, BLOCK_D], tl.float32)
+    sign_k = tl.zeros([M, BLOCK_D], tl.float32)
+    g_sum = tl.zeros([M], tl.float32)
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
+        k = load_tile(k_ptr, start, key_stop, k_stride, offsets, columns, D, True)  # [N, D]
+        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True)  # [N, D]
+        if CAREFUL:
+            k, _ = without_broken_rows(k)
+        qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
+        masked = (start < full_lo) | (start + N > full_hi)
+        _, g, phi, sign = _terms(
+            qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
+            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked, P, ACTIVATION, DIVISOR, REWEIGHT,
+        )  # fmt: skip
+        dq = dot(saturate(g * phi, k.dtype), k, dq, PRECISION=DOT)
+        if REWEIGHT:
+            sign_k = dot(saturate(sign * phi, k.dtype), k, sign_k, PRECISION=DOT)
+            g_sum += tl.sum(g, 1)
+    return dq, sign_k, g_sum
+
+
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, delta_ptr, mean_ptr, row_plane,
@@ -351,7 +419,6 @@ def query_gradient_kernel(
 
     row_offsets = tl.arange(0, BLOCK_M)
     rows = first_row + row_offsets
-    offsets = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     row_start, row_stop = visible_keys(
@@ -365,29 +432,75 @@ def query_gradient_kernel(
     delta = tl.load(delta_ptr + at, mask=rows < Lq, other=0.0)
     q = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    sign_k = dq  # sum of sign(a) phi' k, which the mean of g multiplies in the end
-    g_sum = tl.zeros([BLOCK_M], tl.float32)
-    for start in tl.range(tl.min(row_start) // BLOCK_N * BLOCK_N, tl.max(row_stop), BLOCK_N, num_stages=STAGES):
-        k = load_tile(k_ptr, start, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
-        v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
-        qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
-        masked = (start < full_lo) | (start + BLOCK_N > full_hi)
-        _, g, phi, sign = _terms(
-            qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
-            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked,
-            P if P > 0 else exponent, ACTIVATION, DIVISOR, REWEIGHT,
+    lo, hi = tl.min(row_start) // BLOCK_N * BLOCK_N, tl.max(row_stop)
+    dq, sign_k, g_sum = _query_sums(
+        q, do, k_ptr, k_stride_l, v_ptr, v_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, factor,
+        bias, inverse, shift, slope, intercept, delta, columns, P if P > 0 else exponent,
+        REWEIGHT, ACTIVATION, DIVISOR, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT, STAGES, False,
+    )  # fmt: skip
+    if tl.max(tl.max(not_finite(dq + sign_k).to(tl.int32), 1), 0) > 0:
+        dq, sign_k, g_sum = _query_sums(
+            q, do, k_ptr, k_stride_l, v_ptr, v_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
+            factor, bias, inverse, shift, slope, intercept, delta, columns, P if P > 0 else exponent,
+            REWEIGHT, ACTIVATION, DIVISOR, D, BLOCK_D, BLOCK_M, BLOCK_N, DOT, 1, True,
         )  # fmt: skip
-        dq = dot(saturate(g * phi, k.dtype), k, dq, PRECISION=DOT)
-        if REWEIGHT:
-            sign_k = dot(saturate(sign * phi, k.dtype), k, sign_k, PRECISION=DOT)
-            g_sum += tl.sum(g, 1)
     if REWEIGHT:
         mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
         moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
         dq = (dq - sign_k * mean[:, None]) * ((P if P > 0 else exponent) * slope * moving)
         tl.store(mean_ptr + at, mean, mask=rows < Lq)
     store_tile(dq_ptr, dq * factor[:, None], first_row, Lq, dq_stride_l, row_offsets, columns, D)
+
+
+@triton.jit
+def _key_sums(
+    k, v, q_ptr, q_stride_h, q_stride_l, do_ptr, do_stride_h, do_stride_l, rows_ptr, delta_ptr, mean_ptr, row_plane,
+    first_row_head, first_head, group, lo, hi, full_lo, full_hi, keys, key_stop, Lq, Lk, window, doc_start_ptr,
+    doc_stop_ptr, columns, P, REWEIGHT: tl.constexpr, ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr,
+    SCALE: tl.constexpr, LOG_N: tl.constexpr, BIAS: tl.constexpr, LOG_LENGTH: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, PACKED: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [N, D] over rows lo..hi of a group's heads. CAREFUL: without queries and dO that are not finite."""
+    offsets = tl.arange(0, M)
+    dk = tl.zeros([N, BLOCK_D], tl.float32)
+    dv = tl.zeros([N, BLOCK_D], tl.float32)
+    for member in range(group):
+        q_head = q_ptr + (first_head + member) * q_stride_h
+        do_head = do_ptr + (first_head + member) * do_stride_h
+        row_at = (first_row_head + member) * Lq
+        for start in tl.range(lo, hi, M, num_stages=STAGES):
+            rows = start + offsets
+            inside = rows < Lq
+            q = load_tile(q_head, start, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
+            do = load_tile(do_head, start, Lq, do_stride_l, offsets, columns, D, True)  # [M, D]
+            if CAREFUL:
+                q, _ = without_broken_rows(q)
+                do, _ = without_broken_rows(do)
+            inverse, shift, slope, intercept = _load_row_numbers(
+                rows_ptr + row_at + rows, row_plane, inside, ACTIVATION, REWEIGHT
+            )  # rows past the last have no weight
+            delta = tl.load(delta_ptr + row_at + rows, mask=inside, other=0.0)
+            row_start, row_stop = visible_keys(
+                rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+            )  # [M]
+            factor, bias = row_numbers((row_stop - row_start).to(tl.float32), SCALE, LOG_N, BIAS, LOG_LENGTH)
+            qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
+            masked = (start < full_lo) | (start + M > full_hi)
+            weight, g, phi, sign = _terms(
+                qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
+                row_start[:, None], row_stop[:, None], keys, masked, P, ACTIVATION, DIVISOR, REWEIGHT,
+            )  # fmt: skip
+            if REWEIGHT:
+                mean = tl.load(mean_ptr + row_at + rows, mask=inside, other=0.0)
+                moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
+                g = (g - mean[:, None] * sign) * (P * slope * moving)
+            ds = g * phi
+            if masked:  # the row may not be finite
+                ds = keep_visible(ds, keys, row_start[:, None], row_stop[:, None], 0.0)
+            dv = dot(tl.trans(saturate(weight, do.dtype)), do, dv, PRECISION=DOT)
+            dk = dot(tl.trans(saturate(ds * factor[:, None], q.dtype)), q, dk, PRECISION=DOT)
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -415,7 +528,6 @@ def key_gradient_kernel(
     dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
 
     key_offsets = tl.arange(0, BLOCK_N)
-    row_offsets = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
         first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
@@ -424,39 +536,21 @@ def key_gradient_kernel(
     k = load_tile(k_ptr, first_key, key_stop, k_stride_l, key_offsets, columns, D, True)  # [N, D]
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, key_offsets, columns, D, True)  # [N, D]
     keys = (first_key + key_offsets)[None, :]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):
-        h = (h_kv * group + member).to(tl.int64)
-        q_head = q_ptr + b64 * q_stride_b + h * q_stride_h
-        do_head = do_ptr + b64 * do_stride_b + h * do_stride_h
-        row_at = (b64 * Hq + h) * Lq
-        for start in tl.range(row_lo // BLOCK_M * BLOCK_M, row_hi, BLOCK_M, num_stages=STAGES):
-            rows = start + row_offsets
-            inside = rows < Lq
-            q = load_tile(q_head, start, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
-            do = load_tile(do_head, start, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
-            inverse, shift, slope, intercept = _load_row_numbers(
-                rows_ptr + row_at + rows, row_plane, inside, ACTIVATION, REWEIGHT
-            )  # rows past the last have no weight
-            delta = tl.load(delta_ptr + row_at + rows, mask=inside, other=0.0)
-            row_start, row_stop = visible_keys(
-                rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-            )  # [M]
-            factor, bias = row_numbers((row_stop - row_start).to(tl.float32), SCALE, LOG_N, BIAS, LOG_LENGTH)
-            qk, dp = dot(q, tl.trans(k), PRECISION=DOT), dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
-            masked = (start < full_lo) | (start + BLOCK_M > full_hi)
-            weight, g, phi, sign = _terms(
-                qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
-                row_start[:, None], row_stop[:, None], keys, masked, P if P > 0 else exponent,
-                ACTIVATION, DIVISOR, REWEIGHT,
-            )  # fmt: skip
-            if REWEIGHT:
-                mean = tl.load(mean_ptr + row_at + rows, mask=inside, other=0.0)
-                moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
-                g = (g - mean[:, None] * sign) * ((P if P > 0 else exponent) * slope * moving)
-            ds = g * phi
-            dv = dot(tl.trans(saturate(weight, do.dtype)), do, dv, PRECISION=DOT)
-            dk = dot(tl.trans(saturate(ds * factor[:, None], q.dtype)), q, dk, PRECISION=DOT)
+    q_ptr, do_ptr = q_ptr + b64 * q_stride_b, do_ptr + b64 * do_stride_b
+    dk, dv = _key_sums(
+        k, v, q_ptr, q_stride_h, q_stride_l, do_ptr, do_stride_h, do_stride_l, rows_ptr, delta_ptr, mean_ptr, row_plane,
+        b64 * Hq + h64 * group, h64 * group, group, row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi, keys,
+        key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns, P if P > 0 else exponent,
+        REWEIGHT, ACTIVATION, DIVISOR, SCALE, LOG_N, BIAS, LOG_LENGTH, CAUSAL, WINDOWED, PACKED,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, DOT, STAGES, False,
+    )  # fmt: skip
+    if tl.max(tl.max((not_finite(dk) | not_finite(dv)).to(tl.int32), 1), 0) > 0:
+        dk, dv = _key_sums(
+            k, v, q_ptr, q_stride_h, q_stride_l, do_ptr, do_stride_h, do_stride_l, rows_ptr, delta_ptr, mean_ptr,
+            row_plane, b64 * Hq + h64 * group, h64 * group, group, row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo,
+            full_hi, keys, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns, P if P > 0 else exponent,
+            REWEIGHT, ACTIVATION, DIVISOR, SCALE, LOG_N, BIAS, LOG_LENGTH, CAUSAL, WINDOWED, PACKED,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, DOT, 1, True,
+        )  # fmt: skip
     store_tile(dk_ptr, dk, first_key, Lk, dk_stride_l, key_offsets, columns, D)
     store_tile(dv_ptr, dv, first_key, Lk, dv_stride_l, key_offsets, columns, D)

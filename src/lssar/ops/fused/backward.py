@@ -9,19 +9,23 @@ import triton
 import triton.language as tl
 
 from lssar.ops.fused.gradients import (
+    EDGE_KEYS,
+    FULL_BLOCKS,
     gradient_scale,
     key_weights,
+    largest_value,
     query_row_factors,
     query_terms,
     score_gradient,
+    sound_rows,
     store_row_values,
 )
+from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
     dot,
     exact_unit_rows,
     head_and_block,
-    inverse_norms,
     keep_visible,
     lane_sum,
     load_tile,
@@ -56,6 +60,7 @@ def _query_sums(
         if masked:
             keys = (start + offsets)[None, :]
             x = keep_visible(x, keys, row_start[:, None], row_stop[:, None], HIDDEN)
+            dp = keep_visible(dp, keys, row_start[:, None], row_stop[:, None], 0.0)  # v may not be finite
         g, sigma = query_terms(
             x, dp, slope[:, None], intercept[:, None], unit_scale[:, None], delta[:, None], steep & (masked == 0),
             P, REWEIGHT, LOG_DEGREE, STEEP,
@@ -71,7 +76,7 @@ def _query_sums(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, v_max_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, sizes_ptr, block_sizes_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
@@ -123,7 +128,12 @@ def query_gradient_kernel(
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, offsets, columns, D, True)
     do_float = do.to(tl.float32)
     delta = tl.sum(do_float * o.to(tl.float32), 1)  # [M]
-    bound, unit_scale = gradient_scale(tl.sum(tl.abs(do_float), 1), tl.load(v_max_ptr + b * Hkv + h_kv))
+    v_max = largest_value(
+        sizes_ptr + (b * Hkv + h_kv) * Lk, block_sizes_ptr + (b * Hkv + h_kv) * tl.cdiv(Lk, VALUE_BLOCK),
+        row_start, row_stop, key_lo, key_hi, full_lo, full_hi, tl.arange(0, EDGE_KEYS), tl.arange(0, FULL_BLOCKS),
+        WINDOWED or PACKED, VALUE_BLOCK, EDGE_KEYS, FULL_BLOCKS,
+    )  # fmt: skip
+    bound, unit_scale = gradient_scale(tl.sum(tl.abs(do_float), 1), v_max)
 
     steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -145,19 +155,23 @@ def query_gradient_kernel(
     if REWEIGHT:
         grad_unit = gk - sk * mean[:, None]
     dq, radial = unit_rows_backward_and_radial(grad_unit * (kappa * scale)[:, None], raw_q)
+    sound = sound_rows(z, delta, mean)
+    dq = tl.where(sound[:, None], dq, float("nan"))
     if HAS_GAIN:
         gain = tl.load(gain_ptr + h)
         dq = dq * gain
+        radial = tl.where(sound, radial, float("nan"))
         scale = with_gain(scale, gain, LOG_DEGREE != 0)
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
     to_unit = scale * 0.0
     if EXACT_QUERIES:
         exact_q, to_unit = exact_unit_rows(raw_q)
+        exact_q = tl.where(sound[:, None], exact_q, 0.0)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
-        radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
+        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
+        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
     )  # fmt: skip
 
 
@@ -209,6 +223,8 @@ def _key_sums(
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
         dp = dot(do, v_t, PRECISION=DOT)  # [M, N], late, to save registers
         ds = score_gradient(dp * factor[:, None] - offset[:, None], y, mean[:, None], sigma, REWEIGHT)
+        if masked:  # v may not be finite
+            ds = tl.where(x > HIDDEN, ds, 0.0)
         if q.dtype == tl.float16:
             ds = saturate(ds, tl.float16)
         dk = dot(tl.trans(ds.to(q.dtype)), q, dk, PRECISION=DOT)
@@ -250,9 +266,10 @@ def key_gradient_kernel(
         CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
     )  # fmt: skip
 
-    if EXACT_QUERIES:  # the stored queries are near 1, so raw keys of norms up to 1e37 have finite products
-        k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
-        key_scale = inverse_norms(k.to(tl.float32))  # [N]
+    if EXACT_QUERIES:
+        raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
+        exact_k, key_scale = exact_unit_rows(raw_k.to(tl.float32))
+        k = exact_k.to(raw_k.dtype)
     else:
         k = load_tile(k_ptr, first_key, key_stop, D, offsets, columns, D, True)  # [N, D]
         key_scale = tl.full([BLOCK_N], 1.0, tl.float32)

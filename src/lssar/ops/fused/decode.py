@@ -35,6 +35,7 @@ from lssar.ops.fused.primitives import (
     softplus2,
     weight_line,
     weight_root,
+    without_broken_rows,
 )
 from lssar.ops.fused.tiles import ceil_div, power_of_two
 
@@ -299,6 +300,7 @@ def value_kernel(
         last = stop
 
     o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    spoiled = tl.zeros([BLOCK_R], tl.int32)
     for start in tl.range(lo, last, BLOCK_N, num_stages=STAGES):
         slots = start + offsets
         inside = slots < last
@@ -313,8 +315,15 @@ def value_kernel(
             z += tl.sum(weight, 1)
         at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
         v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
+        if Lq > 1:  # some of the last keys are hidden from some rows, and their values may not be finite
+            v, broken = without_broken_rows(v)
+            here = tl.where(inside[None, :] & (keys[None, :] < n[:, None]), broken[None, :], 0)
+            spoiled = tl.maximum(spoiled, tl.max(here, 1))
         o = dot(_repeat_rows(weight.to(v.dtype), BLOCK_R, BLOCK_M, BLOCK_N), v, o, PRECISION=DOT)  # v: [N, D]
     o = _drop_repeats(o, BLOCK_R, BLOCK_M, BLOCK_D)  # [R, D]
+    if REWEIGHT:
+        z = tl.where(slope == slope, z, slope)  # a NaN score spoils the row
+    z = tl.where(spoiled > 0, float("nan"), z)
     out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
     tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
     tl.store(z_ptr + row_at * splits + split, z, mask=row_inside)
@@ -336,7 +345,7 @@ def combine_kernel(
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
-    o = o / tl.where(z > 0, z, 1.0)
+    o = o / tl.where(z == 0, 1.0, z)
     at = b.to(tl.int64) * o_stride_b + h.to(tl.int64) * o_stride_h + row % Lq * o_stride_l
     tl.store(o_ptr + at + columns, saturate(o, o_ptr.dtype.element_ty), mask=columns < D)
 

@@ -1,7 +1,8 @@
 """Forward: pass 1 over K gives each row's threshold and spread, pass 2 over K and V its output.
 
 Per row it saves (slope, intercept, Z): the unnormalised weight of a key is max(slope * 2a + intercept, 0)^p with
-2a = 2 log2(1 + 2^x), and Z is their sum. A flat row is slope 0, intercept 1; a row that sees nothing is all zeros.
+2a = 2 log2(1 + 2^x), and Z is their sum. A flat row is slope 0, intercept 1; a row that sees nothing is all zeros; a
+row that sees an infinity or a NaN has Z = NaN.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     load_tile,
     log2_1p,
+    not_finite,
     read_tile,
     store_tile,
     tile_source,
     visible_keys,
     weight_line,
+    without_broken_rows,
 )
 from lssar.ops.fused.steep import (
     HIDDEN_PAIR,
@@ -34,12 +37,14 @@ from lssar.ops.fused.steep import (
     hide_pairs,
     lane_max_of_pairs,
     lane_sum_of_pairs,
-    left_and_right,
     max_pairs,
     pairs_of,
+    row_max_of_lanes,
     softplus_pairs,
     tile_weights,
 )
+
+CAREFUL_SCALE = tl.constexpr(2.0**-40)
 
 
 @triton.jit
@@ -86,8 +91,7 @@ def _rough_statistics(
             x = hide_pairs(x, (start + left)[None, :], row_start[:, None], row_stop[:, None])
         total += lane_sum_of_pairs(softplus_pairs(x))
         largest = max_pairs(largest, lane_max_of_pairs(x))
-    max_left, max_right = left_and_right(largest)
-    return 2.0 * tl.sum(total, 1), tl.max(tl.maximum(max_left, max_right), 1)
+    return 2.0 * tl.sum(total, 1), row_max_of_lanes(largest)
 
 
 @triton.jit
@@ -119,6 +123,35 @@ def _weighted_values(
         o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
         x = x_next
     return o, tl.sum(z, 1)
+
+
+@triton.jit
+def _careful_values(
+    q, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, slope, intercept, steep, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
+):  # fmt: skip
+    """_weighted_values for values that are not finite or whose sums overflow: sums times CAREFUL_SCALE.
+
+    Rows that see a key whose value is not finite become NaN; others are as if that key were not there.
+    """
+    offsets = tl.arange(0, N)
+    scale = 1.0 if v_ptr.dtype.element_ty == tl.float16 else CAREFUL_SCALE
+    o = tl.zeros([M, BLOCK_D], tl.float32)
+    z = tl.zeros([M, 4], tl.float32)
+    spoiled = tl.zeros([M], tl.int32)
+    for start in tl.range(lo, hi, N, num_stages=1):
+        k = load_tile(k_ptr, start, key_stop, D, offsets, columns, D, True)  # [N, D]
+        v, broken = without_broken_rows(load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True))
+        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+        keys = (start + offsets)[None, :]
+        weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
+        z += lane_sum(weight, M, N)
+        o = dot((weight * scale).to(v.dtype), v, o, PRECISION=DOT)
+        here = keep_visible(tl.broadcast_to(broken[None, :], [M, N]), keys, row_start[:, None], row_stop[:, None], 0)
+        spoiled = tl.maximum(spoiled, tl.max(here, 1))
+    return o, tl.where(spoiled > 0, float("nan"), tl.sum(z, 1)), scale
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -186,7 +219,17 @@ def forward_kernel(
         key_stop, slope, intercept, steep, columns,
         D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
-    o = o / tl.where(z_row > 0, z_row, 1.0)[:, None]
+    divisor = z_row
+    if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
+        o, z_row, scale = _careful_values(
+            q, k_ptr, v_ptr, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, row_start, row_stop, key_stop, slope,
+            intercept, steep, columns,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP,
+        )  # fmt: skip
+        divisor = z_row * scale
+    spoiled = slope != slope
+    z_row = tl.where(spoiled, slope, z_row)
+    o = o / tl.where(spoiled, slope, tl.where(divisor == 0, 1.0, divisor))[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)
     at = head.to(tl.int64) * row_stride + rows
     tl.store(slope_ptr + at, slope, mask=rows < Lq)

@@ -26,6 +26,41 @@ ROW_PLANES = 8
 """Values of each row that the dq kernel stores for the dk, dv kernel (store_row_values); a power of two for Gluon."""
 GAIN_PLANE = tl.constexpr(7)
 """Which of them is the row's part of the gradient of its head's gain."""
+EDGE_KEYS = tl.constexpr(128)
+FULL_BLOCKS = tl.constexpr(1024)
+"""Keys, and blocks of keys, that largest_value loads at once: large, since every step waits for memory."""
+
+
+@triton.jit
+def largest_value(
+    sizes_ptr, block_sizes_ptr, row_start, row_stop, key_lo, key_hi, full_lo, full_hi, keys, blocks,
+    LEFT_EDGE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The largest finite |v| among the keys that each row sees, [M].
+
+    sizes: of each key; block_sizes: of each BLOCK keys. keys, blocks: 0..N and 0..BLOCKS as tensors, in layouts that
+    broadcast with [M, 1] and stand alone. Blocks that all rows see count as a whole, other keys one by one. LEFT_EDGE:
+    rows may differ in the first key that they see.
+    """
+    first_full, last_full = tl.cdiv(full_lo, BLOCK), full_hi // BLOCK
+    largest = row_start.to(tl.float32) * 0.0
+    for start in range(first_full, last_full, BLOCKS):
+        size = tl.load(block_sizes_ptr + start + blocks, mask=start + blocks < last_full, other=0.0)
+        largest = tl.maximum(largest, tl.max(size, 0))
+    after = tl.where(first_full < last_full, last_full * BLOCK, key_lo)
+    for start in range(after, key_hi, N):
+        largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
+    if LEFT_EDGE:
+        for start in range(key_lo, tl.where(first_full < last_full, first_full * BLOCK, key_lo), N):
+            largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
+    return largest
+
+
+@triton.jit
+def _largest_seen(sizes_ptr, keys, row_start, row_stop, key_hi):
+    size = tl.load(sizes_ptr + keys, mask=keys < key_hi, other=0.0)
+    seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
+    return tl.max(tl.where(seen, size[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -33,7 +68,7 @@ def gradient_scale(do_norm, v_max):
     """A bound [M] of |dO.v - dO.O|, and its reciprocal (0 where the bound vanishes).
 
     |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale.
-    do_norm: |dO|_1 [M]; v_max: max|v| of the row's own head of keys, so that no head depends on another.
+    do_norm: |dO|_1 [M]; v_max: largest_value [M].
     """
     bound = tl.minimum(2.0 * do_norm * v_max, 1e37)
     return bound, tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
@@ -63,6 +98,12 @@ def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr):
 
 
 @triton.jit
+def sound_rows(z, delta, mean):
+    """Rows that exist and see finite q, k and v only. (Rows past the last see what the last does, with dO = 0.)"""
+    return (z == z) & (delta == delta) & (mean == mean)
+
+
+@triton.jit
 def key_weights(x, slope, intercept, short, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
     """Weights w^P of scores x, y = w^(P-1), and sigma, for dk and dv."""
     if REWEIGHT:
@@ -87,10 +128,11 @@ def score_gradient(scaled_dp, y, mean, sigma, REWEIGHT: tl.constexpr):
 
 @triton.jit
 def store_row_values(
-    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score, steep, radial, P,
+    rows_ptr, row_plane, inside, sound, slope, intercept, z, delta, mean, to_score, steep, radial, P,
     EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last have zeros.
+    """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last, and those that are not sound,
+    have zeros: they do not contribute to dk and dv.
 
     0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
@@ -104,6 +146,9 @@ def store_row_values(
         row_factor = to_score
     else:
         row_factor = reciprocal(z)
+    slope, intercept = tl.where(sound, slope, 0.0), tl.where(sound, intercept, 0.0)
+    mean, delta = tl.where(sound, mean, 0.0), tl.where(sound, delta, 0.0)
+    row_factor = tl.where(sound, row_factor, 0.0)
     factor = 2.0 * P * slope * row_factor
     tl.store(rows_ptr, slope, mask=inside)
     tl.store(rows_ptr + row_plane, intercept, mask=inside)

@@ -26,7 +26,8 @@ def _row(logits_ptr, row_stride):
 
 @triton.jit
 def _load(row_ptr, columns, width, vocab_size):
-    """Logits times log2 e; what lies beyond the vocabulary is hidden, not masked: a mask must end at whole lanes."""
+    """Logits times log2(e), HIDDEN beyond the vocabulary. The load is not masked there: a mask that ends within
+    the lanes of a thread would split its 16-byte load."""
     x = tl.load(row_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     return tl.where(columns < vocab_size, x * LOG2E, HIDDEN)
 

@@ -5,23 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.primitives import load_tile, score_scale, store_tile, unit_rows, visible_keys, with_gain
+from lssar.ops.fused.primitives import (
+    load_tile,
+    not_finite,
+    score_scale,
+    store_tile,
+    unit_rows,
+    visible_keys,
+    with_gain,
+)
+
+VALUE_BLOCK = tl.constexpr(32)
+"""Rows of a program, and keys whose largest value is known as a whole."""
 
 
 @triton.jit(do_not_specialize=["B", "Lq", "Lk", "window"])
 def normalize_kernel(
-    q_ptr, k_ptr, v_ptr, unit_q_ptr, unit_k_ptr, v_max_ptr,
+    q_ptr, k_ptr, v_ptr, unit_q_ptr, unit_k_ptr, sizes_ptr, block_sizes_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     gain_ptr, B, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    HAS_GAIN: tl.constexpr, VALUE_MAX: tl.constexpr,
+    HAS_GAIN: tl.constexpr, FOR_BACKWARD: tl.constexpr,
     LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
     """q, k (B, H, L, D) strided -> unit_q (times c_i log2(e) and the head's gain), unit_k (B, H, L, D) contiguous.
 
     Programs: the blocks of rows of all heads of q, then those of k, along the first axis of the grid, which alone has
-    no limit that matters. VALUE_MAX: also the largest |v| of each head, up to the key lengths, to v_max_ptr. It is
-    an atomic maximum, so the order of programs does not matter.
+    no limit that matters. FOR_BACKWARD: rows that are not finite give zero vectors, so that products with them stay
+    finite (the forward has marked who sees them); and the largest finite |v| of each key, up to the key lengths, goes
+    to sizes_ptr (B, Hkv, Lk), that of each block of keys to block_sizes_ptr (B, Hkv, blocks).
     """
     program = tl.program_id(0)
     query_blocks = tl.cdiv(Lq, BLOCK)
@@ -45,6 +57,8 @@ def normalize_kernel(
     columns = tl.arange(0, BLOCK_D)
     x = load_tile(x_ptr, start, L, stride_l, offsets, columns, D, True).to(tl.float32)  # [BLOCK, D]
     unit, _, _ = unit_rows(x)
+    if FOR_BACKWARD:
+        unit = tl.where(unit == unit, unit, 0.0)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     if queries:
         first, last = visible_keys(
@@ -54,8 +68,10 @@ def normalize_kernel(
         if HAS_GAIN:
             scale = with_gain(scale, tl.load(gain_ptr + h), unit_q_ptr.dtype.element_ty == tl.float16)
         unit = unit * scale[:, None]
-    elif VALUE_MAX:
+    elif FOR_BACKWARD:
         v_ptr += b * v_stride_b + h * v_stride_h
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True).to(tl.float32)
-        tl.atomic_max(v_max_ptr + head, tl.max(tl.abs(v)))
+        size = tl.max(tl.where(not_finite(v), 0.0, tl.abs(v)), 1)  # [BLOCK]
+        tl.store(sizes_ptr + head.to(tl.int64) * Lk + start + offsets, size, mask=start + offsets < Lk)
+        tl.store(block_sizes_ptr + head.to(tl.int64) * blocks + start // BLOCK, tl.max(size, 0))
     store_tile(out_ptr + head.to(tl.int64) * L * D, unit, start, L, D, offsets, columns, D)

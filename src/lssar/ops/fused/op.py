@@ -18,10 +18,9 @@ from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.normalize import normalize_kernel
+from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
 
-NORMALIZE_BLOCK = 32
 ROW_ALIGNMENT = 128
 LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
@@ -56,7 +55,7 @@ class _Call:
         self.itemsize = q.element_size()
         self.score_dtype = SCORE_DTYPES[q.dtype]
         self.exact_queries = self.score_dtype != q.dtype  # ds q needs the range of q's own dtype
-        seen = visibility_arguments(q, self.Lk, causal, cu_seqlens, key_lengths, window)
+        seen = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
         self.visibility, self.visibility_kind = seen
         self.gain = q if gain is None else gain.float().contiguous()  # if there is none, any pointer: never read
         self.gain_kind = {"HAS_GAIN": gain is not None}
@@ -74,16 +73,19 @@ class _Call:
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
 
-    def normalize(self, q: Tensor, k: Tensor, v: Tensor, v_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def normalize(
+        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scaled unit queries and unit keys; for the backward also sizes of values (see the kernel)."""
         unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
-        query_programs = self.B * self.Hq * ceil_div(self.Lq, NORMALIZE_BLOCK)
-        key_programs = self.B * self.Hkv * ceil_div(self.Lk, NORMALIZE_BLOCK)
+        query_programs = self.B * self.Hq * ceil_div(self.Lq, VALUE_BLOCK.value)
+        key_programs = self.B * self.Hkv * ceil_div(self.Lk, VALUE_BLOCK.value)
         arguments = (
-            q, k, v, unit_q, unit_k, v if v_max is None else v_max,
+            q, k, v, unit_q, unit_k, *(sizes or (v, v)),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, self.B, self.Hq, self.Hkv, *self.visibility,
         )  # fmt: skip
-        constants = {"VALUE_MAX": v_max is not None, "BLOCK": NORMALIZE_BLOCK, "num_warps": 4, **self.shape}
+        constants = {"FOR_BACKWARD": sizes is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4, **self.shape}
         constants |= self.visibility_kind | self.gain_kind
         start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants)
         return unit_q, unit_k
@@ -117,7 +119,7 @@ def hopper_kernels(d: int, part: str) -> ModuleType | None:
     return hopper
 
 
-def visibility_arguments(
+def what_rows_see(
     q: Tensor, Lk: int, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
 ) -> tuple[tuple[Any, ...], dict[str, bool]]:  # fmt: skip
     """Arguments of the kernels that say what rows see (Lq, Lk, window, lengths, documents), and their constants."""
@@ -197,8 +199,12 @@ def run_backward(
     call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    v_max = q.new_zeros(call.B * call.Hkv, dtype=torch.float32)
-    unit_q, unit_k = call.normalize(q, k, v, v_max)
+    heads = call.B * call.Hkv
+    sizes = (
+        q.new_empty((heads, call.Lk), dtype=torch.float32),
+        q.new_empty((heads, ceil_div(call.Lk, VALUE_BLOCK.value)), dtype=torch.float32),
+    )
+    unit_q, unit_k = call.normalize(q, k, v, sizes)
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
     hopper = call.exact_queries and aligned and hopper_kernels(call.D, "backward")
     kernels = hopper or triton_backward
@@ -207,7 +213,7 @@ def run_backward(
 
     dq, passed = _query_gradient(
         call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, constants, q, unit_q, unit_k, v, o, do,
-        v_max, rows,
+        sizes, rows,
     )  # fmt: skip
     dk, dv = _key_gradient(
         call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed
@@ -221,7 +227,7 @@ def run_backward(
 
 def _query_gradient(
     call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], q: Tensor, unit_q: Tensor,
-    unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor, v_max: Tensor, rows: Tensor,
+    unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor, sizes: tuple[Tensor, Tensor], rows: Tensor,
 ) -> tuple[Tensor, _QueryPass]:  # fmt: skip
     dq = torch.empty_like(q)
     row_values = call.per_row(ROW_PLANES, q)
@@ -230,7 +236,7 @@ def _query_gradient(
     # The memory of unit_q, each row of which is read and then written by one program.
     queries = unit_q.view(q.dtype) if call.exact_queries else unit_q
     arguments = (
-        unit_q, unit_k, v, o, do, q, dq, queries, v_max, *rows.unbind(), row_values,
+        unit_q, unit_k, v, o, do, q, dq, queries, *sizes, *rows.unbind(), row_values,
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3],
         row_values.stride(1), row_values.stride(0), call.gain, call.exponent, call.Hq, call.Hkv, *call.visibility,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# Approximate PTX instructions only where there is PTX; the interpreter and AMD take Triton's own functions.
+# Approximate PTX instructions are used on NVIDIA GPUs only; the interpreter and AMD use Triton's functions.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 USE_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
 
@@ -19,13 +19,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # a score that contributes nothing: softplus 0, sigmoid 0
 FIRST_ROWS = tl.constexpr(3)  # rows that see at most this many keys have no threshold
-LARGEST_HALF_SCALE = tl.constexpr(32768.0)
+SMALLEST_SPREAD = tl.constexpr(1e-24)  # only with a gain: all base-2 scores of the row are below about -80
+LARGEST_HALF_SCALE = tl.constexpr(2048.0)  # sums of 16 scores of this size fit float16
 FLAT_TOLERANCE = tl.constexpr(32 * 2.0**-23)  # see numerics.FLAT_ULPS
 
 
 @triton.jit
 def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
-    """acc + a b, float32 accumulation; PRECISION matters for float32 operands alone."""
+    """acc + a b, float32 accumulation; PRECISION matters only for float32 operands."""
     if INTERPRETED:  # it multiplies bfloat16 as if the bits were integers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -42,7 +43,7 @@ def ex2(x):
 
 @triton.jit
 def ex2_neg_abs(x):
-    """2^-|x|, with the sign and the absolute value as operand modifiers of the one instruction."""
+    """2^-|x|, with sign and absolute value as operand modifiers of a single instruction."""
     if USE_PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .f32 m; abs.f32 m, $1; neg.f32 m, m; ex2.approx.ftz.f32 $0, m; }",
@@ -170,11 +171,11 @@ def lane_compound(t, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def head_and_block(program, programs, blocks, together):
-    """Which head, and which of its blocks counted from the longest, a program takes.
+    """The head of a program, and which of its blocks it computes, counted from the longest.
 
-    The blocks of `together` heads in turns, longest first: head by head, the longest of the last head would start when
-    little else is left, and most of the card would wait for it. No more heads than have what they read in the cache,
-    in groups of one size, or nearly: if the last had few heads, it would be head by head again.
+    Blocks of `together` heads alternate, longest first. One head after the other, the longest block of the last head
+    would start when little else is left, and most of the GPU would wait for it. `together` is limited to the heads
+    whose keys and values fit the cache. Groups have equal sizes, or nearly: a small last group would wait as well.
     """
     heads = programs // blocks
     groups = tl.cdiv(heads, tl.maximum(together, 1)).to(tl.int64)
@@ -213,7 +214,7 @@ def visible_rows(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Rows [start, stop) that see any of the keys first_key..last_key, and the part [full_start, full_stop) of them
-    that sees all of these keys (as far as the tensor has them; key lengths are not looked at)."""
+    that sees all of these keys (up to Lk; key lengths are not considered)."""
     offset = Lk - Lq
     start, stop = 0, Lq
     full_start, full_stop = 0, Lq
@@ -244,7 +245,7 @@ def rows_of_keys(
     row_lo, row_hi, full_lo, full_hi = visible_rows(
         first_key, last_key, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
-    if first_key + N > key_stop:  # a ragged block has no tile without a mask
+    if first_key + N > key_stop:  # all tiles of a block that ends within the padding need a mask
         full_hi = 0
     if first_key >= key_stop:
         row_hi = row_lo
@@ -293,21 +294,38 @@ def weight_line(total, x_max, n, P, LOG_D: tl.constexpr, LOG_DEGREE: tl.constexp
     """(slope, intercept) such that weight_root(2a, slope, intercept)^P are a row's weights, the largest about 1.
 
     total: sum of 2a; x_max: largest x; n: visible keys, float; gain_size: |gain| of the head. Flat rows get slope 0,
-    intercept 1; empty ones zeros.
+    intercept 1; empty ones zeros; rows with a NaN score have slope NaN.
     The polynomial that gives 2a is off by as much at the threshold as at the largest key where the two are close, and
     where they are not it does not matter: moved by that error, the line has its two ends where they should be.
     """
     two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n, 1.0), 0.0)
     two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
     spread = two_a_max - two_tau
-    c = score_scale(n, LOG_D) * LN2 * gain_size
+    c = with_gain(score_scale(n, LOG_D), gain_size, LOG_DEGREE != 0) * LN2
     tolerance = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
-    flat = (n > FIRST_ROWS) & (spread <= tolerance)
+    flat = ((n > FIRST_ROWS) & (spread <= tolerance)) | ((n > 0) & (spread < SMALLEST_SPREAD))
     live = (n > 0) & (flat == 0)
     slope = inverse_spread(spread, live, LOG_DEGREE == 0, P)
     if LOG_DEGREE != 0:
         two_tau += tl.where(n > FIRST_ROWS, softplus2(x_max, LOG_DEGREE) - two_a_max, 0.0)
+    slope = tl.where(total == total, slope, total)  # a NaN score spoils the row
     return slope, tl.where(flat, 1.0, -two_tau * slope)
+
+
+@triton.jit
+def not_finite(x):
+    """Whether entries of a float32 tensor are infinite or NaN."""
+    return (x - x) != 0
+
+
+@triton.jit
+def without_broken_rows(x):
+    """x [N, D] with rows that hold infinities or NaNs set to zero, and which rows these are, [N] int32.
+
+    A product of matrices multiplies hidden entries by a weight of zero, and 0 * inf is NaN.
+    """
+    broken = tl.max(not_finite(x.to(tl.float32)).to(tl.int32), 1)
+    return tl.where((broken == 0)[:, None], x, 0.0).to(x.dtype), broken
 
 
 @triton.jit
@@ -378,13 +396,15 @@ def store_tile(ptr, value, start, stop, stride, offsets, columns, D: tl.constexp
 
 @triton.jit
 def saturate(value, dtype: tl.constexpr):
+    """value limited to the finite range of dtype; NaN stays NaN."""
     if dtype == tl.float16:
         limit = 65504.0
     elif dtype == tl.bfloat16:
         limit = 3.3895313892515355e38
     else:
         limit = 3.4028234663852886e38
-    return tl.minimum(tl.maximum(value, -limit), limit).to(dtype)
+    value = tl.maximum(value, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -420,8 +440,8 @@ def exact_unit_rows(x):
 
 @triton.jit
 def with_gain(scale, gain, HALF: tl.constexpr):
-    """Score scales times the gain of their head. HALF: scores are computed from float16 unit vectors, which would
-    overflow with larger scales than LARGEST_HALF_SCALE."""
+    """Score scales times the gain of their head. HALF: limited to LARGEST_HALF_SCALE, since scores and sums of
+    them are computed in float16."""
     scale = scale * gain
     if HALF:
         scale = tl.where(tl.abs(scale) > LARGEST_HALF_SCALE, tl.where(scale > 0, 1.0, -1.0) * LARGEST_HALF_SCALE, scale)

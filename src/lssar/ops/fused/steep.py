@@ -1,4 +1,4 @@
-"""Shorter arithmetic for steep rows: what it is, and when it will do, is in docs/derivations.md."""
+"""Shorter arithmetic for steep rows. docs/derivations.md defines these rows and bounds the error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
 def all_steep(slope, intercept, inside, P):
     """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
     and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
-    mean and with `_steep_root`. Rows that are not inside do not count."""
+    mean and with `_steep_root`. Rows that are not inside are ignored."""
     gentle = (slope * STEEP_FROM + intercept > root_of_power_of_two(-24.0, P)) | (slope > STEEP_SPREAD)
     return tl.max((gentle & inside).to(tl.int32), 0) == 0
 
@@ -78,7 +78,7 @@ def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP
     """weight_root and sigmoid2; with STEEP, where short is true (steep rows, no hidden keys), the shorter forms."""
     if STEEP:
         t = _ex2_neg(x)
-        sigma = _sigmoid_of(t)  # for both: Triton 3.6 cannot pipeline wgmma whose operand comes out of a branch
+        sigma = _sigmoid_of(t)  # outside the branch: Triton 3.6 cannot pipeline wgmma whose operand comes out of one
         if short:
             root = _steep_root(x, t, slope, intercept)
         else:
@@ -89,8 +89,8 @@ def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP
     return root, sigma
 
 
-# Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. As two numbers the compiler
-# would take them apart and put them together again wherever branches meet.
+# Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. Kept as two numbers, they
+# would be unpacked and packed again by the compiler wherever branches meet.
 HIDDEN_LEFT = tl.constexpr(0xFB53)  # as HIDDEN: -60000
 HIDDEN_RIGHT = tl.constexpr((0xFB53 << 16) - 2**32)
 HIDDEN_PAIR = tl.constexpr(0xFB53 * 0x10001 - 2**32)
@@ -98,8 +98,8 @@ HIDDEN_PAIR = tl.constexpr(0xFB53 * 0x10001 - 2**32)
 
 @triton.jit
 def pairs_of(x):
-    """float16 or float32 [M, N] as pairs [M, N / 2]: of float16 accumulators of the tensor cores, the registers as they
-    are."""
+    """float16 or float32 [M, N] as pairs [M, N / 2]: for float16 accumulators of the tensor cores this
+    copies nothing."""
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     left, right = tl.split(tl.reshape(x, [M, N // 2, 2]))
@@ -127,7 +127,7 @@ def left_and_right(pairs):
 
 @triton.jit
 def hide_pairs(pairs, keys, row_start, row_stop):
-    """keys: that of the left number; the right one is of the next."""
+    """Pairs with numbers of keys outside row_start..row_stop hidden; keys: that of the left number of each pair."""
     left_seen = (keys >= row_start) & (keys < row_stop)
     right_seen = (keys + 1 >= row_start) & (keys + 1 < row_stop)
     pairs = tl.where(left_seen, pairs, (pairs & -0x10000) | HIDDEN_LEFT)
@@ -166,13 +166,19 @@ def _add_pairs(a, b):
 
 
 @triton.jit
+def _max_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def max_pairs(a, b):
+    """Larger numbers of pairs; NaN if one of the two is: softplus_pairs drops NaN, so the maximum has to tell."""
     if USE_PTX:
-        return tl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+        return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
     else:
         a_left, a_right = left_and_right(a)
         b_left, b_right = left_and_right(b)
-        return _join_pair(tl.maximum(a_left, b_left).to(tl.float16), tl.maximum(a_right, b_right).to(tl.float16))
+        return _join_pair(_max_or_nan(a_left, b_left).to(tl.float16), _max_or_nan(a_right, b_right).to(tl.float16))
 
 
 @triton.jit
@@ -195,13 +201,26 @@ def lane_sum_of_pairs(pairs):
 
 
 @triton.jit
+def _max_of_axis_1(x):
+    """tl.max that keeps NaN; for finite numbers and NaN."""
+    return tl.max(x, 1) + 0.0 * tl.sum(x, 1)
+
+
+@triton.jit
 def lane_max_of_pairs(pairs):
     """[M, 4] pairs of the largest."""
     if USE_PTX:
         return tl.reduce(_pairs_of_lanes(pairs), 1, max_pairs)
-    else:  # the interpreter takes minutes for a reduction of its own making
+    else:  # the interpreter needs minutes for a reduction with a custom function
         left, right = left_and_right(_pairs_of_lanes(pairs))
-        return _join_pair(tl.max(left, 1).to(tl.float16), tl.max(right, 1).to(tl.float16))
+        return _join_pair(_max_of_axis_1(left).to(tl.float16), _max_of_axis_1(right).to(tl.float16))
+
+
+@triton.jit
+def row_max_of_lanes(pairs):
+    """The largest number [M] of lane_max_of_pairs, float32; NaN if there is one."""
+    left, right = left_and_right(pairs)
+    return tl.max(tl.maximum(left, right), 1) + 0.0 * tl.sum(left + right, 1)
 
 
 @triton.jit

@@ -23,12 +23,12 @@ from lssar.ops.fused.primitives import USE_PTX
 
 
 def ceil_div(a: int, b: int) -> int:
-    """triton.cdiv is slow on the host, because kernels can call it as well."""
+    """a / b rounded up. On the host this is faster than triton.cdiv, which is made for kernels."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The next one."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -42,7 +42,7 @@ class Tile:
     stages: int
     n1: int = 0
     stages1: int = 0
-    registers: int | None = None  # at most so many a thread, to fit more programs on a multiprocessor
+    registers: int | None = None  # limit per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
 
     def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
@@ -55,7 +55,7 @@ class Tile:
         return values
 
     def smaller(self) -> Tile | None:
-        """The next tile to try on a card with less shared memory or fewer registers."""
+        """The next tile to try on a GPU with less shared memory or fewer registers; None after the smallest."""
         change = partial(dataclasses.replace, self)
         if self.registers is not None:
             return change(registers=None)
@@ -84,14 +84,14 @@ HOPPER: dict[Key, Tile] = {
     ("key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("key_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient", 256, 2): Tile(64, 32, 8, 2),
-    # hopper: one warp group for 64 rows; of the forward, n is half a unit of keys
+    # Gluon: one warp group for 64 rows; in the forward, n is half a unit of keys
     ("forward_hopper", 64, 2): Tile(64, 64, 4, 3, stages1=2, registers=168, tma=True),
     ("forward_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
     ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
-    # not measured: the largest that keep their sums in registers
+    # chosen from compiler output, not measured: the largest that keep their sums in registers
     ("activation_forward", 64, 2): Tile(128, 64, 8, 3),
     ("activation_forward", 128, 2): Tile(128, 64, 8, 2),
     ("activation_forward", 256, 2): Tile(64, 32, 8, 2),
@@ -112,7 +112,7 @@ FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4,
 INTERPRETED = Tile(32, 32, 1, 1, n1=64, tma=True)
 
 CHOSEN: dict[Key, Tile] = {}
-"""Tiles that were measured on this card or that a fallback ended at; looked up first."""
+"""Tiles that `lssar tune` found, or the smaller ones that a launch fell back to; these take precedence."""
 
 
 def stored_path() -> Path:
@@ -124,7 +124,7 @@ def stored_path() -> Path:
 
 @functools.cache
 def _load_stored() -> None:
-    """Once a process, before the first kernel. A file that cannot be read is said so and left alone."""
+    """Read the stored tiles, once per process. A file that cannot be read gives a warning and is left alone."""
     path = stored_path()
     try:
         for text, fields in json.loads(path.read_text()).items():
@@ -175,7 +175,7 @@ def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile,
 
 @functools.cache
 def cached_elements(itemsize: int) -> int:
-    """Elements of each of two tensors that a third of the card's L2 cache holds: see primitives.head_and_block."""
+    """Elements of each of two tensors that a third of the L2 cache holds; see primitives.head_and_block."""
     card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
     return getattr(card, "L2_cache_size", 3 * 2**24) // 3 // (2 * itemsize)
 

@@ -1,4 +1,4 @@
-"""Find better tiles for the card at hand and keep them where `tiles.tile_for` looks first."""
+"""Measure tile shapes on the current GPU and store the fastest where `tiles.tile_for` looks first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPTIONS = (None, POWER, None, True, None, None, None)
 
 
 def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
-    """Tiles worth a try around the one in use: other sizes, warps, stages and register limits."""
+    """Tiles to measure: the one in use, and others with different sizes, warps, stages and register limits."""
     gluon = kernel.endswith("_hopper")
     seen = {now}
     yield now
@@ -37,7 +37,7 @@ def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
                         if gluon and ((registers or 168) != 168 or rows != 16 * warps or others < least):
                             continue  # one warp group for 64 rows
                         if kernel.startswith("key") and m < 64 <= n:
-                            continue  # Triton overwrites tiles that products still read: docs/performance.md
+                            continue  # Triton overwrites such tiles while products read them (test_hopper.py)
                         if m * n > 128 * 64 * (warps // 4) or tile in seen:
                             continue
                         seen.add(tile)
@@ -60,7 +60,7 @@ def tune(
     o, rows = op.run_forward(q, k, v, *OPTIONS)
     exact = [o, *op.run_backward(q, k, v, o, do, rows, *OPTIONS)]
     launched = record(q, k, v, do)
-    # Another order of sums moves scores by a rounding of float32, and the weights by p times the largest score that.
+    # A different order of sums changes scores by a float32 rounding, and weights by p times the largest score times it.
     steepness = POWER * math.log(head_size) * math.log(length)
     allowed = 4 * torch.finfo(dtype).eps + torch.finfo(torch.float32).eps * steepness
     found: dict[tiles.Key, Tile] = {}
@@ -76,13 +76,13 @@ def tune(
                 o, rows = op.run_forward(q, k, v, *OPTIONS)
                 got = [o, *op.run_backward(q, k, v, o, do, rows, *OPTIONS)]
                 if tiles.CHOSEN[key] != tile:
-                    continue  # too large for this card: a smaller one ran in its place
+                    continue  # too large for this GPU: a smaller one ran instead
                 off = max(float((a - b).float().norm() / b.float().norm()) for a, b in zip(got[:4], exact[:4]))
                 if not off < allowed:
                     report(f"{name} {tile}: differs by {off:.1e}, left out")
                     continue
                 ms = measure(record(q, k, v, do)[name])
-            except Exception as problem:  # a shape that this Triton cannot compile is no candidate
+            except Exception as problem:  # a shape that this Triton cannot compile
                 report(f"{name} {tile}: {type(problem).__name__}")
                 continue
             report(f"{name} {tile}: {ms:.3f} ms")
@@ -98,7 +98,7 @@ def tune(
 
 
 def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Run forward and backward once; the launch of each kernel by name, to be run on its own."""
+    """Run forward and backward once, and return the launch of each kernel by name, so that it can be timed alone."""
     launch, launches = op.launch, {}
 
     def recording(name: str, *call: Any) -> Tile:
@@ -121,7 +121,7 @@ def _time(run: Callable[[], Any]) -> float:
 
 
 def store(found: dict[tiles.Key, Tile], path: Path | None = None) -> Path:
-    """Add tiles to the file of this card; those of other head sizes and dtypes stay."""
+    """Add tiles to the file for this GPU; those of other head sizes and dtypes stay."""
     path = path or tiles.stored_path()
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept |= {"/".join(map(str, key)): dataclasses.asdict(tile) for key, tile in found.items()}

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -20,18 +21,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lssar.ops.fused import gradients
 from lssar.ops.fused.gradients import (
+    EDGE_KEYS,
+    FULL_BLOCKS,
     gradient_scale,
     key_weights,
+    largest_value,
     query_row_factors,
     query_terms,
     score_gradient,
+    sound_rows,
     store_row_values,
 )
 from lssar.ops.fused.hopper.memory import (
+    announce,
     announce_pair,
     fetch_pair,
     load_pair,
     load_rows,
+    load_tile,
     pointer_load,
     program_barrier,
     store_rows,
@@ -39,11 +46,11 @@ from lssar.ops.fused.hopper.memory import (
     tile_descriptor,
     tile_ring,
 )
+from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
     exact_unit_rows,
     head_and_block,
-    inverse_norms,
     keep_visible,
     lane_sum,
     rows_of_keys,
@@ -117,7 +124,10 @@ def _weight_and_ds(
     weight, y, sigma = key_weights(x, slope, intercept, True, P, REWEIGHT, LOG_DEGREE, SHORT)
     if MASKED and REWEIGHT:  # in a flat row hidden keys have the weight of all others
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
-    return weight, score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
+    ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
+    if MASKED:  # v may not be finite
+        ds = keep_visible(ds, keys, row_start, row_stop, 0.0)
+    return weight, ds
 
 
 @gluon.jit
@@ -271,16 +281,20 @@ def key_gradient_kernel(
     )  # fmt: skip
     row_lo = row_lo // BLOCK_M * BLOCK_M
     raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
-    key_scale = gl.convert_layout(inverse_norms(raw_k.to(gl.float32)), gl.SliceLayout(1, score_layout))  # [N]
+    exact_k, key_scale = exact_unit_rows(raw_k.to(gl.float32))
+    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, score_layout))  # [N]
 
     k_ring, v_ring = tile_ring(element, 1, BLOCK_N, D), tile_ring(element, 1, BLOCK_N, D)
     q_ring, do_ring = tile_ring(element, STAGES, BLOCK_M, D), tile_ring(element, STAGES, BLOCK_M, D)
     values_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_PLANES * BLOCK_M], values_layout)
     keys_ready, rows_ready = tile_barriers(1), tile_barriers(STAGES)
-    k_tiles = tile_descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
     v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-    fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
+    announce(v_tiles, keys_ready, 0, True)
+    load_tile(v_tiles, v_ring, keys_ready, first_key, 0, True)
+    k_ring.index(0).store(exact_k.to(element))
+    fence_async_shared()
+    program_barrier()  # all of K is there
     mbarrier.wait(keys_ready.index(0), 0)
     k, v = k_ring.index(0), v_ring.index(0)
 
@@ -326,12 +340,13 @@ def _gradient_terms(
     products = ()
     sigmas = ()
     for i in gl.static_range(4):
-        x = xs[i]
+        x, dp = xs[i], dps[i]
         if MASKED:
             keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
             x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
+            dp = keep_visible(dp, keys, row_start, row_stop, 0.0)  # v may not be finite
         g, sigma = query_terms(
-            x, dps[i], slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
+            x, dp, slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
         )  # fmt: skip
         if REWEIGHT:
             g_lanes += lane_sum(g, M, N // 4)
@@ -406,7 +421,7 @@ def _query_sums(
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, v_max_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, sizes_ptr, block_sizes_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
@@ -468,7 +483,14 @@ def query_gradient_kernel(
     do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta = gl.sum(do_rows * o_rows, 1)  # [M]
-    bound, unit_scale = gradient_scale(gl.sum(gl.abs(do_rows), 1), gl.load(v_max_ptr + b64 * Hkv + h_kv))
+    v_max = largest_value(
+        sizes_ptr + (b64 * Hkv + h_kv) * Lk, block_sizes_ptr + (b64 * Hkv + h_kv) * gl.cdiv(Lk, VALUE_BLOCK),
+        row_start, row_stop, key_lo, key_hi, full_lo, full_hi,
+        gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, load_layout)),
+        gl.arange(0, FULL_BLOCKS, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])),
+        WINDOWED or PACKED, VALUE_BLOCK, EDGE_KEYS, FULL_BLOCKS,
+    )  # fmt: skip
+    bound, unit_scale = gradient_scale(gl.sum(gl.abs(do_rows), 1), v_max)
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
     steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
@@ -491,14 +513,18 @@ def query_gradient_kernel(
     dq, radial = unit_rows_backward_and_radial(
         gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q
     )  # fmt: skip
+    sound = sound_rows(z, delta, mean)
+    dq = gl.where(sound[:, None], dq, float("nan"))
     if HAS_GAIN:
         gain = gl.load(gain_ptr + h)
         dq = dq * gain
+        radial = gl.where(sound, radial, float("nan"))
         scale = with_gain(scale, gain, True)
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
     exact_q, to_unit = exact_unit_rows(raw_q)
+    exact_q = gl.where(sound[:, None], exact_q, 0.0)
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
-        radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
+        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
+        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
     )  # fmt: skip

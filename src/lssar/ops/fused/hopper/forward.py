@@ -6,14 +6,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from lssar.ops.fused.forward import CAREFUL_SCALE
 from lssar.ops.fused.hopper.memory import (
     announce,
+    load_rows,
     load_tile,
     program_barrier,
     store_rows,
@@ -31,9 +34,10 @@ from lssar.ops.fused.primitives import (
     lane_max,
     lane_sum,
     log2_1p,
-    reciprocal,
+    not_finite,
     visible_keys,
     weight_line,
+    without_broken_rows,
 )
 from lssar.ops.fused.steep import (
     HIDDEN_PAIR,
@@ -41,9 +45,9 @@ from lssar.ops.fused.steep import (
     hide_pairs,
     lane_max_of_pairs,
     lane_sum_of_pairs,
-    left_and_right,
     max_pairs,
     pairs_of,
+    row_max_of_lanes,
     softplus_pairs,
     tile_weights,
 )
@@ -165,8 +169,7 @@ def _rough_pass(
         )
         total, largest = _rough_statistics(x_odd, total, largest, pair_start, pair_stop, start + N, full_lo, full_hi)
         x = warpgroup_mma_wait(0, (even_scores,))
-    max_left, max_right = left_and_right(largest)
-    return x, 2.0 * gl.sum(total, 1), gl.max(gl.maximum(max_left, max_right), 1)
+    return x, 2.0 * gl.sum(total, 1), row_max_of_lanes(largest)
 
 
 @gluon.jit
@@ -252,6 +255,45 @@ def _value_pass(
         turn += 1
     o, odd = warpgroup_mma_wait(0, (o, odd))
     return o, gl.sum(z, 1)
+
+
+@gluon.jit
+def _careful_values(
+    q, k_ptr, k_ring, v_ptr, v_stride, v_ring, key_lo, key_hi, key_stop, slope, intercept, steep, row_start, row_stop,
+    nothing, sum_layout: gl.constexpr, load_layout: gl.constexpr, D: gl.constexpr, P, REWEIGHT: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+):  # fmt: skip
+    """As forward._careful_values, without overlap: sums of weights times v, sums of weights [M], and the scale."""
+    M: gl.constexpr = nothing.shape[0]
+    N: gl.constexpr = nothing.shape[1]
+    element: gl.constexpr = v_ring.dtype
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    key_layout: gl.constexpr = gl.SliceLayout(0, nothing.type.layout)
+    scale = 1.0 if element == gl.float16 else CAREFUL_SCALE
+    o = gl.zeros([M, D], gl.float32, sum_layout)
+    z = lane_sum(nothing, M, N)
+    spoiled = gl.max(nothing, 1)
+    k_tile, v_tile = k_ring.index(0).slice(0, N), v_ring.index(0)
+    for start in range(key_lo, key_hi, N):
+        v, broken = without_broken_rows(load_rows(v_ptr, start, key_stop, v_stride, load_layout, N, D))
+        program_barrier()  # every warp is done with the tiles before
+        k_tile.store(load_rows(k_ptr, start, key_stop, D, load_layout, N, D))
+        v_tile.store(v)
+        fence_async_shared()
+        program_barrier()
+        score = warpgroup_mma(q, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        x = warpgroup_mma_wait(0, (score,))
+        keys = (start + gl.arange(0, N, key_layout))[None, :]
+        weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+        weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
+        z += lane_sum(weight, M, N)
+        here = nothing + gl.convert_layout(broken, key_layout)[None, :].to(gl.float32)
+        spoiled = gl.maximum(spoiled, gl.max(keep_visible(here, keys, row_start, row_stop, 0.0), 1))
+        factor = gl.convert_layout((weight * scale).to(element), factor_layout)
+        o, factor = warpgroup_mma_wait(0, (warpgroup_mma(factor, v_tile, o, is_async=True), factor))
+    z_row = gl.sum(z, 1)
+    spoiled = gl.convert_layout(spoiled, z_row.type.layout)
+    return o, gl.where(spoiled > 0, float("nan"), z_row), scale
 
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -351,10 +393,21 @@ def forward_kernel(
         D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
     )  # fmt: skip
 
-    to_mean = gl.convert_layout(reciprocal(z), gl.SliceLayout(1, sum_layout))
-    o = gl.convert_layout(o * to_mean[:, None], load_layout)
+    divisor = z
+    if gl.max(gl.max(not_finite(o).to(gl.int32), 1), 0) > 0:
+        o, z, scale = _careful_values(
+            q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop,
+            gl.convert_layout(slope, tile_row)[:, None], gl.convert_layout(intercept, tile_row)[:, None], steep,
+            tile_start, tile_stop, nothing, sum_layout, load_layout, D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
+            STEEP,
+        )  # fmt: skip
+        divisor = z * scale
+    spoiled = slope != slope
+    divisor = gl.convert_layout(divisor, row_layout)
+    divisor = gl.where(spoiled, slope, gl.where(divisor == 0, 1.0, divisor))
+    o = gl.convert_layout(o, load_layout) / divisor[:, None]
     store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
     at = head.to(gl.int64) * row_stride + rows
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at, gl.convert_layout(z, row_layout), mask=rows < Lq)
+    gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, row_layout)), mask=rows < Lq)

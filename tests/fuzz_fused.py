@@ -1,0 +1,292 @@
+"""Random calls of the fused kernels against float64.
+
+    python -m tests.fuzz_fused --cases 10000 --out fuzz-fused.json        # on a GPU: full sizes
+    TRITON_INTERPRET=1 python -m tests.fuzz_fused --cases 50              # on a CPU: small sizes
+
+Draws dtype, head size, lengths, groups, strides, power, gain, what rows see, norms of q and k, decode with and without
+pages. Every case can be repeated: `--first SEED --cases 1`. Writes counts and the failures as JSON, and exits with 1 if
+there are failures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lssar
+from lssar.ops import fused
+from lssar.ops.reference import reference_attention
+from lssar.visibility import visibility
+from tests.helpers import with_gradients
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ACTIVATIONS = ("softmax", "sigmoid_n", "sigmoid_n_l1", "l1_relu", "l1_gelu", "cosine_softmax", "softmax^3")
+POWERS = (None, 1.0, 2.0, 3.0, 7.0, 15.0, 15.0, 31.0, 1.5, 7.25)
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    kind: str  # lssar, activation, decode, paged, hidden
+    spec: str
+    dtype: str
+    batch: int
+    key_heads: int
+    group: int
+    queries: int
+    keys: int
+    head_size: int
+    p: float | None
+    view: str
+    gain: bool
+    strided: bool
+    q_exponent: int
+    k_exponent: int
+    v_exponent: int
+
+
+def draw(seed: int, small: bool) -> Case:
+    r = random.Random(seed)
+    kind = r.choices(("lssar", "activation", "decode", "paged", "hidden"), (50, 15, 12, 8, 15))[0]
+    dtype = r.choices(tuple(DTYPES), (3, 2, 1))[0]
+    longest = 70 if small else r.choice((64, 300, 1100))
+    keys = r.choice((1, 2, 3, 4, 5, r.randint(6, longest), r.randint(6, longest), longest))
+    view = r.choice(("causal", "full", "window", "full window", "pack", "full pack", "padding"))
+    queries = keys if "pack" in view or r.random() < 0.7 else r.randint(1, longest)
+    if kind in ("decode", "paged"):
+        queries, view = r.randint(1, min(4, keys)), "lengths"
+    if kind == "hidden":
+        queries, view = keys, "causal"
+    far = dtype != "float16" and kind in ("lssar", "decode", "paged") and r.random() < 0.25
+    return Case(
+        seed, kind, r.choice(ACTIVATIONS) if kind == "activation" else "lssar", dtype,
+        1 if "pack" in view else r.randint(1, 2), r.randint(1, 2), r.choice((1, 1, 2, 4)), queries, keys,
+        r.choice((16, 20, 32)) if small else r.choice((16, 40, 64, 64, 80, 128, 128, 256)),
+        r.choice(POWERS), view, kind != "activation" and r.random() < 0.2,
+        r.random() < 0.3, *(r.randint(-60, 60) if far else 0 for _ in range(2)), r.randint(-20, 20) if far else 0,
+    )  # fmt: skip
+
+
+def tensors(case: Case) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(case.seed)
+    made = []
+    heads = (case.key_heads * case.group, case.key_heads, case.key_heads, case.key_heads * case.group)
+    lengths = (case.queries, case.keys, case.keys, case.queries)
+    for head, length, exponent in zip(heads, lengths, (case.q_exponent, case.k_exponent, case.v_exponent, 0)):
+        x = torch.randn(case.batch, head, length, case.head_size, generator=generator) * 2.0**exponent
+        x = x.to(DEVICE, DTYPES[case.dtype])
+        made.append(x.transpose(1, 2).contiguous().transpose(1, 2) if case.strided else x)
+    return tuple(made)
+
+
+def view_of(case: Case) -> dict[str, Any]:
+    r = random.Random(case.seed + 1)
+    view: dict[str, Any] = {"causal": "full" not in case.view}
+    if "window" in case.view:
+        view["window"] = r.randint(1, case.keys + 3)
+    if "pack" in case.view:
+        cuts = sorted(r.randint(0, case.keys) for _ in range(r.randint(0, 4)))
+        view["cu_seqlens"] = torch.tensor([0, *cuts, case.keys], device=DEVICE)
+    if case.view == "padding":
+        view["key_lengths"] = torch.tensor([r.randint(0, case.keys) for _ in range(case.batch)], device=DEVICE)
+    return view
+
+
+def exact_attention(q, k, v, gain, spec, view):
+    """The reference in the dtype of q; a gain multiplies unit queries of a spec without cosine normalisation."""
+    see = visibility(q.shape[2], k.shape[2], q.device, **{"causal": True, **view}).dense(k.shape[2])
+    if gain is not None:
+        k = k / k.norm(dim=-1, keepdim=True)
+        q = q / q.norm(dim=-1, keepdim=True) * gain.to(q.dtype)[:, None, None]
+        spec = spec.replace(cosine=False)
+    return reference_attention(q, k, v, see, spec)[0]
+
+
+def spec_of(case: Case) -> lssar.AttentionSpec:
+    if case.kind == "activation":
+        name, _, p = case.spec.partition("^")
+        return lssar.spec(name).reweighted(float(p)) if p else lssar.spec(name)
+    return lssar.spec("lssa") if case.p is None else lssar.spec("lssar", p=case.p)
+
+
+def size(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def limit(case: Case, name: str, exact: torch.Tensor, do: float, row: float) -> float:
+    """Allowed root mean square error: four times that of tests/ops/test_fused.py, which has the reasons."""
+    eps, p = torch.finfo(DTYPES[case.dtype]).eps, spec_of(case).p or 1
+    if case.dtype == "float32":
+        eps *= 16  # for rows whose threshold lies close to their largest score
+    if name in ("o", "dv"):
+        return 4 * (1.5 + p / 16) * eps * max(size(exact), do * 0.1 if name == "dv" else 0)
+    return 4 * (4 + p / 3) * eps * max(size(exact), do / row)
+
+
+def compare(case: Case, got, exact, lost, sizes) -> list[str]:
+    problems = []
+    for name, a, b, row in zip(("o", "dq", "dk", "dv", "dgain"), got, exact, sizes):
+        if name == "dgain":  # a sum over rows that cancels: only finite
+            if not a.isfinite().all():
+                problems.append(f"{name} is not finite")
+            continue
+        error, allowed = size(a.double() - b.double()), limit(case, name, b, sizes[-1], row)
+        if not a.isfinite().all():
+            problems.append(f"{name} is not finite")
+        elif error > allowed and not error <= 4 * lost()[name]:
+            problems.append(f"{name}: error {error:.3g}, allowed {allowed:.3g}, eager {lost()[name]:.3g}")
+    return problems
+
+
+def run_gradients(case: Case) -> list[str]:
+    q, k, v, do = tensors(case)
+    spec, view = spec_of(case), view_of(case)
+    gain = torch.rand(q.shape[1], device=DEVICE) + 0.5 if case.gain else None
+    inputs = (q, k, v) if gain is None else (q, k, v, gain)
+
+    def call(q, k, v, gain=None):
+        if gain is None:
+            return lssar.attention(q, k, v, spec, impl="fused", **view)
+        return fused.fused_attention(q, k, v, p=spec.p, gain=gain, **view)
+
+    poison = [torch.full_like(x, torch.nan) for x in (q, q, k, v)]
+    del poison  # the allocator hands this memory out again
+    got = with_gradients(call, inputs, do)
+    wide = tuple(x.double() for x in inputs)
+    run = lambda inputs: with_gradients(  # noqa: E731
+        lambda q, k, v, gain=None: exact_attention(q, k, v, gain, spec, view), inputs, do.to(inputs[0].dtype)
+    )
+    exact = run(wide)
+
+    def lost() -> dict[str, float]:
+        names = ("o", "dq", "dk", "dv")
+        return {n: size((a.double() - b).nan_to_num(torch.inf)) for n, a, b in zip(names, run(inputs), exact)}
+
+    sizes = (1.0, size(q), size(k), size(v), 1.0, size(do))
+    return compare(case, got, exact, lost, sizes)
+
+
+def run_decode(case: Case) -> list[str]:
+    q, k, v, _ = tensors(case)
+    spec, r = spec_of(case), random.Random(case.seed + 2)
+    lengths = torch.tensor([r.randint(case.queries, case.keys) for _ in range(case.batch)], device=DEVICE)
+    gain = torch.rand(q.shape[1], device=DEVICE) + 0.5 if case.gain else None
+    cache, table = (k, v), None
+    if case.kind == "paged":
+        page = 16
+        pages = -(-case.keys // page)
+        table = torch.randperm(case.batch * pages, generator=torch.Generator().manual_seed(case.seed)).to(DEVICE)
+        table = table.view(case.batch, pages).int()
+        cache = tuple(_paged(x, table, page) for x in (k, v))
+    o = fused.fused_decode(q, *cache, p=case.p, gain=gain, lengths=lengths, block_table=table, tolerance=0.0)
+    problems = []
+    for b, n in enumerate(lengths.tolist()):
+        exact = exact_attention(*(x[b : b + 1].double() for x in (q, k[:, :, :n], v[:, :, :n])), gain, spec, {})
+        error, allowed = size(o[b : b + 1].double() - exact), limit(case, "o", exact, 1.0, 1.0)
+        if not o[b].isfinite().all() or error > 2 * allowed:
+            problems.append(f"row {b} of {n} keys: error {error:.3g}, allowed {2 * allowed:.3g}")
+    return problems
+
+
+def _paged(x: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
+    cache = x.new_full((table.numel(), page, x.shape[1], x.shape[3]), torch.nan)
+    for b in range(x.shape[0]):
+        for i, block in enumerate(table[b].tolist()):
+            rows = x[b, :, i * page : (i + 1) * page].transpose(0, 1)
+            cache[block, : rows.shape[0]] = rows
+    return cache
+
+
+def run_hidden(case: Case) -> list[str]:
+    """An infinity or NaN in q, k or v reaches no row that does not see it."""
+    q, k, v, do = tensors(case)
+    r = random.Random(case.seed + 3)
+    at, which, bad = r.randrange(case.keys), r.randrange(3), r.choice((torch.inf, -torch.inf, torch.nan))
+    call = lambda *x: fused.fused_attention(*x, p=case.p, causal=True)  # noqa: E731
+    clean = with_gradients(call, (q, k, v), do)
+    dirty = [x.clone() for x in (q, k, v)]
+    dirty[which][0, 0, at, r.randrange(case.head_size)] = bad
+    got = with_gradients(call, dirty, do)
+    problems = []
+    rows = torch.arange(case.keys, device=DEVICE)
+    unseen = rows != at if which == 0 else rows < at
+    for name, a, b in zip(("o", "dq"), got, clean):
+        a, b = a[0, : case.group], b[0, : case.group]
+        if not torch.allclose(a[:, unseen].double(), b[:, unseen].double(), rtol=1e-2, atol=1e-2 * size(b)):
+            problems.append(f"{name} of rows that do not see the {bad} at {at} of {'qkv'[which]} changes")
+    seen = got[0][0, : 1 if which == 0 else case.group][:, ~unseen]
+    if seen.isfinite().all(-1).any():
+        problems.append(f"a row that sees the {bad} at {at} of {'qkv'[which]} is finite")
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, clean):
+        per_head = a.shape[1] // case.key_heads
+        if not torch.equal(a[1:], b[1:]) or not torch.equal(a[:1, per_head:], b[:1, per_head:]):
+            problems.append(f"{name} of another batch row or head changes")
+    return problems
+
+
+def run(case: Case) -> list[str]:
+    runs = {"decode": run_decode, "paged": run_decode, "hidden": run_hidden}
+    try:
+        return runs.get(case.kind, run_gradients)(case)
+    except Exception as problem:
+        return [f"{type(problem).__name__}: {str(problem)[:300]}"]
+
+
+def fuzz(
+    first: int, cases: int, small: bool, seconds: float = float("inf"), report=lambda line: None
+) -> dict[str, Any]:
+    """Counts of cases by kind, dtype and view, and the failures."""
+    counts: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    began = time.monotonic()
+    done = 0
+    for seed in range(first, first + cases):
+        if time.monotonic() - began > seconds:
+            break
+        case = draw(seed, small)
+        done += 1
+        for key in (f"kind {case.kind}", f"dtype {case.dtype}", f"view {case.view}"):
+            counts[key] += 1
+        if problems := run(case):
+            failures.append({**dataclasses.asdict(case), "problems": problems})
+            report(f"seed {seed}: {case}: {'; '.join(problems)}")
+        if done % 500 == 0:
+            report(f"{done} cases, {len(failures)} failures, {time.monotonic() - began:.0f} s")
+    return {"first": first, "cases": done, "failures": failures, "counts": dict(sorted(counts.items()))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--out", type=Path, help="JSON file for the counts")
+    arguments = parser.parse_args()
+    print_now = lambda line: print(line, flush=True)  # noqa: E731
+    result = fuzz(arguments.first, arguments.cases, not CUDA, arguments.seconds, print_now)
+    print(f"{result['cases']} cases, {len(result['failures'])} failures")
+    if arguments.out:
+        from lssar.records import environment, write_json
+
+        write_json(
+            arguments.out, {"command": " ".join(sys.argv), "environment": environment(), **result}, overwrite=True
+        )
+    else:
+        print(json.dumps(result["counts"]))
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""A few random calls of the fused kernels; tests/fuzz_fused.py runs as many as asked for."""
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.fuzz_fused import CUDA, draw, fuzz
+
+
+def test_cases_cover_every_kind():
+    cases = [draw(seed, small=True) for seed in range(300)]
+    assert {case.kind for case in cases} == {"lssar", "activation", "decode", "paged", "hidden"}
+    assert {case.view for case in cases} >= {"causal", "full", "window", "full window", "pack", "full pack", "padding"}
+    assert draw(7, small=True) == draw(7, small=True)
+
+
+def test_a_few_cases():
+    result = fuzz(first=0, cases=200 if CUDA else 25, small=not CUDA)
+    assert not result["failures"]
+    assert result["cases"] == (200 if CUDA else 25)
