@@ -83,10 +83,9 @@ def test_blocks_are_found_and_marks_have_reasons():
 def environment(tmp_path_factory):
     """PATH with an `lssar` of this checkout; nothing is downloaded."""
     folder = tmp_path_factory.mktemp("bin")
-    shim = folder / "lssar"
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m lssar_cli "$@"\n')
-    shim.chmod(0o755)
-    (folder / "python").symlink_to(sys.executable)
+    for name, words in {"lssar": "-m lssar_cli", "python": ""}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (folder / name).chmod(0o755)
     path = os.pathsep.join([str(folder), os.environ["PATH"]])
     return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
 

@@ -94,7 +94,7 @@ def usage() -> str:
     lines += ["Train a model from a recipe, or resume a run folder. Recipes:", ""]
     for name, recipe in RECIPES.items():
         data = recipe.data.removeprefix("data/")
-        lines.append(f"  {name:<20} {recipe.size} parameters on {data}, {recipe.steps * recipe.batch_tokens:,} tokens")
+        lines.append(f"  {name:<20} model {recipe.size} on {data}, {recipe.steps * recipe.batch_tokens:,} tokens")
     lines += ["", "Flags, with the defaults of the recipe: `lssar train RECIPE --help`. Groups:", ""]
     for section, names in sections().items():
         words = ", ".join("--" + name.replace("_", "-") for name in names)
