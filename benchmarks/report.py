@@ -3,9 +3,9 @@
 A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
-`python -m tests.attack`. `ratios COMMIT` makes one of the lines that `fused_lab.py ratios` printed at that commit, from
-the text that keeps them; `verdicts` lists the claims that `lssar reproduce report` decided, `verdicts mixed` those
-about mixed layouts.
+`python -m tests.attack`, `fuzz` that of `python -m tests.fuzz_attention`. `ratios COMMIT` makes one of the lines that
+`fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` lists the claims that
+`lssar reproduce report` decided, `verdicts mixed` those about mixed layouts.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -29,6 +29,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     results = [json.loads(path.read_text()) for path in paths]
     if words[0] == "verdicts":
         return verdict_table(results[0], mixed=words[1:] == ["mixed"])
+    if words == ["fuzz"]:
+        return fuzz_table(results)
     if words == ["attack"]:
         return attack_table(*results)
     if words == ["lengths"]:
@@ -72,6 +74,15 @@ def verdict_table(claims: list[dict], mixed: bool) -> str:
     }
     rows = [[verdict + " yet" * (verdict == "not tested"), claims] for verdict, claims in listed.items()]
     return markdown_table(["", "claim"], rows)
+
+
+def fuzz_table(results: list[dict]) -> str:
+    """Counts of the fuzzer of `lssar.attention`."""
+    rows = [
+        [_machine(r["environment"]), r["seed"], f"{r['cases']:,}", f"{r['counts']['calls']:,}", len(r["failures"])]
+        for r in results
+    ]
+    return markdown_table(["fuzzer", "seed", "cases", "calls", "failures"], rows)
 
 
 def attack_table(kills: dict, corruption: dict) -> str:
