@@ -57,6 +57,32 @@ def test_an_unfinished_run_is_not_continued_with_other_settings(tmp_path, monkey
     assert list(decoded(out, BYTES)) == [*TEXTS, "more"]
 
 
+def test_a_resumed_run_checks_what_it_builds_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_SAFE_POINT_SECONDS", 0.0)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "out"
+    interrupted(out, source, 4)
+    finished, progress = out / "x_train_000001.bin", out / ".x_progress.json"
+    shard, notes = finished.read_bytes(), progress.read_text()
+    finished.write_bytes(shard[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"x_train_000001\.bin is damaged or was replaced"):
+        made(source, out)
+    finished.unlink()
+    with pytest.raises(FileNotFoundError, match=r"x_train_000001\.bin is missing"):
+        made(source, out)
+    finished.write_bytes(shard)
+    for text in ("", "[]", "{}", notes.replace('"document": ', '"document": 1'), '{"status": 3, "identity": {}}'):
+        progress.write_text(text)
+        with pytest.raises(ValueError, match=r"x_progress\.json"):
+            made(source, out)
+    progress.write_text(notes)
+    assert list(decoded(made(source, out), BYTES)) == TEXTS
+    progress.write_text(notes)  # as a process leaves it that is killed after it has written the manifest
+    with pytest.raises(FileExistsError, match="a dataset is finished there"):
+        made(source, out)
+    assert not progress.exists()
+
+
 def test_a_run_that_failed_at_once_may_be_repeated_with_other_settings(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(ValueError, match="no field 'body'"):
