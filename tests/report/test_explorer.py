@@ -37,10 +37,8 @@ def dense_rows(gpt: GPT, ids: torch.Tensor) -> list[torch.Tensor]:
     def look(module, inputs):
         q, k, v = module.qkv(*inputs[:2])
 
-        def weights(q, k, v, spec, head_scale):
-            return attention(
-                q, k, v, spec, head_scale=head_scale, window=module.window, return_weights=True, impl="reference"
-            )[1]
+        def weights(q, k, v, spec, **others):
+            return attention(q, k, v, spec, **others, window=module.window, return_weights=True, impl="reference")[1]
 
         found.append(module.attend(q, k, v, function=weights)[0])
 

@@ -95,7 +95,7 @@ def _pane(
             name = f"rows-{number}-{layer.layer}-{index}"
             blobs.append((name, pack_rows(head)))
             heads.append({"blob": name, "mechanism": mechanism_text(head), "entries": len(head.keys),
-                          "window": head.window, "p": head.spec.p})  # fmt: skip
+                          "window": head.window, "p": head.spec.p, "threshold": head.threshold})  # fmt: skip
         described.append({"layer": layer.layer, "heads": heads})
     pieces = token_texts(subject.tokenizer, ids)
     pane = {

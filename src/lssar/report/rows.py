@@ -31,17 +31,19 @@ class HeadRows:
 
     spec: AttentionSpec
     window: int | None
+    threshold: float
+    """What re-weighting subtracts, in means of the row."""
     counts: Tensor
     """(N,) int64."""
     keys: Tensor
     """Positions of the keys."""
     weights: Tensor
     before: Tensor | None
-    """Weights before re-weighting, in multiples of the row's mean, the threshold; None without re-weighting."""
+    """Weights before re-weighting, in multiples of the row's mean; None without re-weighting."""
     left_out: Tensor
     """(N,) sum of the weights that are not kept."""
     above: Tensor
-    """(N,) keys above the row's mean before re-weighting: those that survive the threshold, where there is one."""
+    """(N,) keys above the threshold before re-weighting, which survive it; without re-weighting, above the mean."""
     effective: Tensor
     """(N,) exp(entropy)."""
 
@@ -88,16 +90,21 @@ def _layer_rows(module: Attention, inputs: tuple[Any, ...], top: int, floor: flo
     window = narrower(module.window, positions.window)
     heads: list[HeadRows] = []
 
-    def rows_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, head_scale: Tensor | None) -> Tensor:
-        def weights(spec: AttentionSpec, start: int, stop: int) -> Tensor:
+    def rows_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **others: Any) -> Tensor:
+        def weights(start: int, stop: int, reweighted: bool) -> Tensor:
             """(H, stop - start, keys): the keys are the last ones before `stop` that any of the rows sees."""
             first = 0 if window is None else max(0, start - window + 1)
+            chosen, given = spec, others
+            if not reweighted:
+                chosen = spec.replace(p=None, threshold=1.0, learned_threshold=False)
+                given = {name: value for name, value in others.items() if name not in ("p", "threshold")}
             return attention(
-                q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], spec, head_scale=head_scale,
-                window=window, return_weights=True, impl="tiled",
+                q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], chosen, **given, window=window,
+                return_weights=True, impl="tiled",
             )[1][0].float()  # fmt: skip
 
-        heads.extend(_sparse(weights, spec, q.shape[1], q.shape[2], window, top, floor))
+        threshold = others.get("threshold", torch.full((q.shape[1],), spec.threshold))
+        heads.extend(_sparse(weights, spec, threshold.float(), q.shape[2], window, top, floor))
         return q
 
     module.attend(q, k, v, function=rows_of)
@@ -105,10 +112,11 @@ def _layer_rows(module: Attention, inputs: tuple[Any, ...], top: int, floor: flo
 
 
 def _sparse(
-    weights: Callable[[AttentionSpec, int, int], Tensor], spec: AttentionSpec, heads: int, length: int,
+    weights: Callable[[int, int, bool], Tensor], spec: AttentionSpec, threshold: Tensor, length: int,
     window: int | None, top: int, floor: float,
 ) -> list[HeadRows]:  # fmt: skip
-    """The rows of heads that share a mechanism."""
+    """The rows of heads that share a mechanism; `threshold` (H,) is theirs, in means of the row."""
+    heads = len(threshold)
     parts: dict[str, list[list[Tensor]]] = {
         name: [[] for _ in range(heads)]
         for name in ("counts", "keys", "weights", "before", "left_out", "above", "effective")
@@ -116,12 +124,12 @@ def _sparse(
     block = max(1, BLOCK_WEIGHTS // (heads * length)) if window is None else max(window, 64)
     for start in range(0, length, block):
         stop = min(length, start + block)
-        final = weights(spec, start, stop)
+        final = weights(start, stop, True)
         first = stop - final.shape[-1]
         n = torch.arange(start + 1, stop + 1).clamp_max(window or length)[:, None]  # keys that each row sees
-        plain = final if spec.p is None else weights(spec.replace(p=None), start, stop)
+        plain = final if spec.p is None else weights(start, stop, False)
         relative = plain * n
-        above = (relative > torch.where(n <= FIRST_ROWS, 0.0, 1.0)).sum(-1)
+        above = (relative > torch.where(n <= FIRST_ROWS, 0.0, threshold[:, None, None])).sum(-1)
         effective = torch.special.entr(final).sum(-1).exp()
         # Keys in the order of the weights before re-weighting, which re-weighting keeps: zeros are ordered too.
         order = relative.topk(min(top, relative.shape[-1]), -1).indices
@@ -139,4 +147,7 @@ def _sparse(
             for name, value in values.items():
                 parts[name][head].append(value)
     made = [{name: torch.cat(by_head[head]) for name, by_head in parts.items()} for head in range(heads)]
-    return [HeadRows(spec, window, **{**m, "before": None if spec.p is None else m["before"]}) for m in made]
+    return [
+        HeadRows(spec, window, float(o), **{**m, "before": None if spec.p is None else m["before"]})
+        for o, m in zip(threshold, made)
+    ]

@@ -101,8 +101,7 @@ class Pane {
   fillHeads() {
     const heads = this.pane.layers[this.layer.selectedIndex].heads;
     this.head.replaceChildren(...heads.map((head, i) => new Option(`${i}: ${head.mechanism}`)));
-    const sharp = heads.findLastIndex((head) => head.p !== null);
-    this.head.selectedIndex = sharp >= 0 ? sharp : 0;
+    this.head.selectedIndex = 0;
   }
 
   async load() {
@@ -156,7 +155,7 @@ class Pane {
       ["mean weight, 1/n", number(1 / row.seen)],
     ];
     if (head.p !== null) {
-      facts.push(["threshold", row.seen <= 3 ? "0 (first three rows)" : "the mean"]);
+      facts.push(["threshold", row.seen <= 3 ? "0 (first three rows)" : head.threshold === 1 ? "the mean" : `${number(head.threshold)} × the mean`]);
       facts.push(["survive it", `${row.above.toLocaleString("en")} keys (${percent(row.above / row.seen)})`]);
     } else {
       facts.push(["above the mean", `${row.above.toLocaleString("en")} keys (${percent(row.above / row.seen)})`]);
@@ -169,6 +168,7 @@ class Pane {
   }
 
   showKeys(row) {
+    const near = window.innerWidth < 640 ? 5 : 12;  // tokens shown around a key
     const items = [...row.keys].slice(0, 12).map((key, e) => {
       const item = document.createElement("li");
       if (row.weights[e] <= 0) item.className = "cut";
@@ -182,8 +182,8 @@ class Pane {
       const visible = (text) => text.replace(/\n/g, "↵");
       const bold = document.createElement("b");
       bold.textContent = visible(this.pane.tokens[key]);
-      around.append(visible(this.pane.tokens.slice(Math.max(0, key - 12), key).join("")), bold,
-        visible(this.pane.tokens.slice(key + 1, key + 13).join("")));
+      around.append(visible(this.pane.tokens.slice(Math.max(0, key - near), key).join("")), bold,
+        visible(this.pane.tokens.slice(key + 1, key + 1 + near).join("")));
       const weight = document.createElement("span");
       weight.className = "weight";
       weight.textContent = percent(row.weights[e]) + (row.before ? `  (${number(row.before[e])}× mean)` : "");
@@ -203,7 +203,7 @@ class Pane {
     };
     if (reweighted) {
       layout.yaxis2 = { ...axis, overlaying: "y", side: "right", title: { text: "× mean" }, rangemode: "tozero", showgrid: false };
-      layout.shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, yref: "y2", y0: 1, y1: 1, line: { dash: "dot", width: 1 } }];
+      layout.shapes = [{ type: "line", xref: "paper", x0: 0, x1: 1, yref: "y2", y0: this.rows.head.threshold, y1: this.rows.head.threshold, line: { dash: "dot", width: 1 } }];
     }
     return withChanges(layout, themeOf(layout));
   }
