@@ -364,6 +364,7 @@ def test_gpu_compiles_without_breaks(layout):
     """A step of training as one graph: what chooses a kernel, and where the kernel comes from, must be traceable."""
     torch.compiler.reset()
     model = small(pattern=parse_layout(layout), width=64).float().cuda()
+    model.set_power(7)
     ids = torch.randint(0, 61, (2, 64), device="cuda")
     step = lambda: model(ids, targets=ids)  # noqa: E731
     with torch.autocast("cuda", torch.bfloat16):

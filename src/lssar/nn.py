@@ -336,10 +336,7 @@ class _Mechanisms:
             if self.threshold is not None and spec.learned_threshold:
                 own["threshold"] = self.threshold[heads]
             if self.power is not None and spec.p is not None:
-                if q.is_cuda:  # the fused kernels take the power of the spec only
-                    spec = spec.replace(p=float(self.power))
-                else:
-                    own["p"] = self.power
+                own["p"] = self.power
             outputs.append(function(q[:, heads], k[:, keys], v[:, keys], spec, **own))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 

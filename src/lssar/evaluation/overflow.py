@@ -24,7 +24,7 @@ def textbook_rows(s: Tensor, p: float, mechanism: AttentionSpec) -> Tensor:
     """Weights (R, n) of rows of scores that see all n keys, every step in the dtype of s."""
     n = s.shape[-1]
     weights = s.softmax(-1) if mechanism.activation == "exp" else l1(ACTIVATIONS[mechanism.activation](s))
-    raised = torch.relu(n * weights - (1 if n > FIRST_ROWS else 0)) ** p
+    raised = torch.relu(n * weights - (mechanism.threshold if n > FIRST_ROWS else 0)) ** p
     return raised / raised.sum(-1, keepdim=True)
 
 
@@ -36,7 +36,8 @@ def stable_rows(s: Tensor, p: float, mechanism: AttentionSpec, head_size: int) -
     bound = score_factor(n, head_size, mechanism) if mechanism.cosine else largest.float().abs()
     tolerance = flat_tolerance(a.amax(-1, keepdim=True), bound, mechanism, eps_of(s.dtype))
     visible = torch.ones_like(s, dtype=torch.bool)
-    return reweight(a.float(), visible, n, p, tolerance).to(s.dtype)  # sums in float32, as all implementations have it
+    # Sums in float32, as all implementations have it.
+    return reweight(a.float(), visible, n, p, mechanism.threshold, tolerance).to(s.dtype)
 
 
 def lost_rows(w: Tensor) -> int:
@@ -70,7 +71,8 @@ def synthetic_overflow(
                 keys[:, :, length // 2] = 2 * q[0]
             n = torch.tensor(float(length))
             for name in ("softmax", "lssa"):
-                s = scores(q.transpose(1, 2), keys, n, spec(name))[0, :, 0]
+                factor = score_factor(n, head_size, spec(name))
+                s = scores(q.transpose(1, 2), keys, factor, n, spec(name))[0, :, 0]
                 for p in powers:
                     about = {"attention": name, "p": p, "length": length, "keys": kind}
                     found.append(about | overflow_counts(s, p, spec(name), head_size))
@@ -117,9 +119,10 @@ def _last_rows(module: Attention, inputs: tuple[Any, ...]) -> list[tuple[Attenti
         if mechanism.p is not None:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
             n = torch.tensor(float(k.shape[2]), device=q.device)
-            s = scores(q.float(), k.float(), n, mechanism)
-            s = s if head_scale is None else s * head_scale.float()[:, None, None]
-            found.append((mechanism, s.flatten(0, 2)))
+            factor = score_factor(n, q.shape[-1], mechanism)
+            if head_scale is not None:
+                factor = factor * head_scale.float()[:, None, None]
+            found.append((mechanism, scores(q.float(), k.float(), factor, n, mechanism).flatten(0, 2)))
         return q
 
     module.attend(q[:, :, -1:], k[:, :, first:], v[:, :, first:], function=keep)

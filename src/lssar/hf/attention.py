@@ -105,7 +105,7 @@ def _warn_of_shared_config(name: str, module: nn.Module) -> None:
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mechanism: AttentionSpec, *, mask: Tensor | None, causal: bool = True,
-    cu_seqlens: Tensor | None = None, return_weights: bool = False, **learned: Tensor,
+    cu_seqlens: Tensor | None = None, return_weights: bool = False, **learned: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`lssar.attention` under a mask as transformers hands it to a layer: a code of `masks.py` or the user's own.
 
