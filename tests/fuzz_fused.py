@@ -64,7 +64,10 @@ def draw(seed: int, small: bool) -> Case:
     longest = 70 if small else r.choice((64, 300, 1100))
     keys = r.choice((1, 2, 3, 4, 5, r.randint(6, longest), r.randint(6, longest), longest))
     view = r.choice(("causal", "full", "window", "full window", "pack", "full pack", "padding"))
-    queries = keys if "pack" in view or r.random() < 0.7 else r.randint(1, longest)
+    if "pack" in view or view == "padding" or r.random() < 0.7:
+        queries = keys
+    else:
+        queries = r.randint(1, longest if "full" in view else keys)  # causal queries are the last keys
     if kind in ("decode", "paged"):
         queries, view = r.randint(1, min(4, keys)), "lengths"
     if kind == "hidden":

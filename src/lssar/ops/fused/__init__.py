@@ -99,8 +99,9 @@ def activation_attention(
     dtype = q.dtype  # CUDA's autocast divides in float32
     bring = unit if spec.cosine else in_range
     q, k = bring(q), bring(k).to(dtype)
+    gain = _checked_gain(gain, q)
     if gain is not None:
-        q = q * _checked_gain(gain, q)[:, None, None]
+        q = q * gain[:, None, None]
     return forward_op(q.to(dtype), k, v, spec.literal, *_power(p), causal, cu_seqlens, key_lengths, window)[0]
 
 

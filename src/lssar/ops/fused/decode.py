@@ -381,12 +381,13 @@ class _Cache:
 
 
 def _cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> _Cache:
-    strides = lambda order: [tuple(x.stride(i) for i in order) for x in (k_cache, v_cache)]  # noqa: E731
-    if block_table is None:
-        return _Cache(k_cache.shape[1], k_cache.shape[2], 0, *strides((0, 1, 2)), q, 0)  # any table: never read
+    order = (0, 1, 2) if block_table is None else (0, 2, 1)
+    k_strides, v_strides = (tuple(x.stride(i) for i in order) for x in (k_cache, v_cache))
+    if block_table is None:  # any table: never read
+        return _Cache(k_cache.shape[1], k_cache.shape[2], 0, k_strides, v_strides, q, 0)
     page, heads = k_cache.shape[1], k_cache.shape[2]
     table = block_table.contiguous()
-    return _Cache(heads, table.shape[1] * page, page, *strides((0, 2, 1)), table, table.stride(0))
+    return _Cache(heads, table.shape[1] * page, page, k_strides, v_strides, table, table.stride(0))
 
 
 def plan_for(
@@ -440,8 +441,8 @@ def decode(
     o = torch.empty_like(q)
     counts = q if lengths is None else lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
     gains = q if gain is None else gain.float().contiguous()
-    shape = {"GROUP": group, "Lq": Lq, "D": D, "BLOCK_R": block_r, "AHEAD": how.ahead}
-    common = {
+    shape: dict[str, Any] = {"GROUP": group, "Lq": Lq, "D": D, "BLOCK_R": block_r, "AHEAD": how.ahead}
+    common: dict[str, Any] = {
         **shape, "LOG_D": math.log(D), "BLOCK_D": max(16, power_of_two(D)), "HAS_LENGTHS": lengths is not None,
         "PAGE": cache.page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5, "BLOCK_M": max(16, block_r),
         "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "HAS_GAIN": gain is not None,
