@@ -404,8 +404,8 @@ def forward_kernel(
         divisor = z * scale
     spoiled = slope != slope
     divisor = gl.convert_layout(divisor, row_layout)
-    divisor = gl.where(spoiled, slope, gl.where(divisor == 0, 1.0, divisor))
-    o = gl.convert_layout(o, load_layout) / divisor[:, None]
+    inverse = gl.where(spoiled, slope, 1.0 / gl.where(divisor == 0, 1.0, divisor))
+    o = gl.convert_layout(o, load_layout) * inverse[:, None]
     store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
     at = head.to(gl.int64) * row_stride + rows
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
