@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch._inductor.config
 
 import lssar
 from lssar import switches
@@ -31,7 +32,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(native, "supports", lambda *_: False)
     monkeypatch.setattr(tiled, "COMPILED_STRIP", 2**12)
     monkeypatch.setattr(tiled, "MAX_ROWS", 16)
-    with warnings.catch_warnings():
+    # Scalar code on a CPU: what Inductor makes for AVX2 (PyTorch 2.13) gives wrong sums, and this tests our graph only.
+    scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
+    with scalar, warnings.catch_warnings():
         warnings.simplefilter("error")  # a failure of the compiler would go on without it, with a warning
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="TensorFloat32")  # the compiler's advice, once a process
@@ -61,6 +64,10 @@ def test_equals_reference_in_float64(spec, monkeypatch):
     assert {"output", "gradients"} == set(called)
 
 
+@pytest.mark.skipif(
+    DEVICE == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="scalar code cannot be asked for in another thread, and Inductor's for AVX2 gives wrong sums",
+)
 def test_within_a_compiled_model_and_a_thread_of_its_own(monkeypatch):
     """What a training step on a GPU does: the operator stands in a compiled graph, and its backward runs elsewhere."""
     called = kinds_of_calls(monkeypatch)
