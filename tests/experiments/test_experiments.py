@@ -94,7 +94,7 @@ def test_dry_run_is_printed_and_runs_nothing(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (("table9",), "unknown experiment 'table9'; known: controls"),
+        (("table9",), "unknown experiment 'table9'; known: mixed"),
         (("table1", "--scale", "h200"), "lssar data prepare"),
         (("table1", "--workers", "0"), "--workers must be at least 1"),
         (("downstream", "--bench", "nowhere"), "say with --bench FOLDER"),

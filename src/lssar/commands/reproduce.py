@@ -25,7 +25,7 @@ ALL = "all"
 class Reproduce:
     """Train, evaluate and tabulate the arms of experiments; arms that are finished are not run again.
 
-    Experiments: controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
+    Experiments: mixed, controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
     all.
     Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md.
     """
