@@ -69,6 +69,23 @@ def test_a_cache_returns_to_its_snapshot(changes, window):
     assert cache.length == 13
 
 
+def test_a_snapshot_is_void_once_its_tokens_are_overwritten():
+    model = small(pattern=parse_layout("softmax@5 lssar/none"))
+    ids = torch.randint(61, (1, 8))
+    cache = model.new_cache(10)
+    model(ids[:, :4], cache)
+    early = cache.snapshot()
+    model(ids[:, 4:], cache)
+    late = cache.snapshot()
+    cache.restore(late)
+    cache.restore(early)
+    model(ids[:, :4], cache)  # other tokens in the place of the late ones
+    with pytest.raises(ValueError, match="went below 8 since"):
+        cache.restore(late)
+    cache.restore(early)
+    torch.testing.assert_close(model(ids[:, 4:], cache), model(ids)[:, 4:], rtol=1e-6, atol=1e-8)
+
+
 def test_caches_of_windows_wind_back_only_while_nothing_is_lost():
     model = small(pattern=parse_layout("softmax@5 lssar/none"))
     ids = torch.randint(61, (1, 8))

@@ -19,6 +19,7 @@ from lssar.layouts import LayerConfig, Pattern, Position, format_layout, shortes
 from lssar.nn import (
     Attention,
     LayerCache,
+    LayerSnapshot,
     Positions,
     Projection,
     alibi_slopes,
@@ -212,15 +213,15 @@ class Cache:
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens. ValueError if a layer with a window no longer has them."""
         for layer in self.layers:
-            dataclasses.replace(layer).rewind(length)  # raises before any layer changes
+            dataclasses.replace(layer, cuts=[]).rewind(length)  # raises before any layer changes
         for layer in self.layers:
             layer.rewind(length)
 
-    def snapshot(self) -> list[LayerCache]:
+    def snapshot(self) -> list[LayerSnapshot]:
         """The state to return to with `restore`, any number of times; copies only what layers with a window keep."""
         return [layer.snapshot() for layer in self.layers]
 
-    def restore(self, kept: list[LayerCache]) -> None:
+    def restore(self, kept: list[LayerSnapshot]) -> None:
         """Forget the tokens since a snapshot."""
         for layer, state in zip(self.layers, kept, strict=True):
             layer.restore(state)

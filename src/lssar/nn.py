@@ -83,6 +83,15 @@ def add_alibi(q: Tensor, k: Tensor, slopes: Tensor, first_key: int = 0) -> tuple
     return F.pad(q, rest), F.pad(torch.cat([k, parts], -1), rest)
 
 
+@dataclass(frozen=True)
+class LayerSnapshot:
+    """A state of a `LayerCache` to return to."""
+
+    length: int
+    cuts: int
+    tensors: list[Tensor]
+
+
 @dataclass
 class LayerCache:
     """What one layer keeps of the tokens seen: a few tensors (B, ., T, .), preallocated and filled in place.
@@ -101,6 +110,8 @@ class LayerCache:
     length: int = 0
     """Tokens seen so far."""
     tensors: list[Tensor] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+    """Lengths that it was shortened to: a snapshot of more tokens is void from then on."""
 
     @property
     def size(self) -> int:
@@ -145,20 +156,24 @@ class LayerCache:
                 f"a layer keeps only the last {self.size} of {self.length} tokens and cannot be rewound to {length}; "
                 "use snapshot() before adding tokens and restore() after"
             )
-        self.length = length
+        self._shorten(length)
 
-    def snapshot(self) -> LayerCache:
+    def snapshot(self) -> LayerSnapshot:
         """What `restore` needs: the length, and a copy of the tensors if later tokens may overwrite them."""
         copies = [] if self.window is None else [x.clone() for x in self.tensors]
-        return LayerCache(self.room, self.window, self.ordered, self.length, copies)
+        return LayerSnapshot(self.length, len(self.cuts), copies)
 
-    def restore(self, kept: LayerCache) -> None:
-        """Return to a snapshot of this cache."""
-        if kept.length > self.length:
-            raise ValueError(f"the snapshot has {kept.length} tokens, the cache only {self.length}")
-        self.length = kept.length
+    def restore(self, kept: LayerSnapshot) -> None:
+        """Return to a snapshot of this cache; a ValueError if it has been shortened to fewer tokens since."""
+        if min([self.length, *self.cuts[kept.cuts :]]) < kept.length:
+            raise ValueError(f"tokens of the snapshot have been overwritten: the cache went below {kept.length} since")
+        self._shorten(kept.length)
         for mine, copy in zip(self.tensors, kept.tensors):
             mine.copy_(copy)
+
+    def _shorten(self, length: int) -> None:
+        self.length = length
+        self.cuts.append(length)
 
     @property
     def bytes(self) -> int:
