@@ -1,12 +1,12 @@
-"""The tables of docs/performance.md and the GPU tests, one after the other, what matters most first.
+"""Run the benchmarks of docs/performance.md and the GPU tests one after the other, the most important first.
 
-    python benchmarks/gpu.py out/gpu                  # every job's limit together: see JOBS
-    python benchmarks/gpu.py out/gpu --limit 550      # begins nothing that may not end in time; give it again to go on
+    python benchmarks/gpu.py out/gpu                  # all jobs; JOBS has their time limits
+    python benchmarks/gpu.py out/gpu --limit 550      # start no job that may exceed 550 s in all; repeat to resume
     python benchmarks/gpu.py out/gpu --only flex ratios
 
-Every job writes OUT/JOB.txt (its output), tables also OUT/CARD-JOB.json, .csv and .png; a job that ended well leaves
-OUT/JOB.done and is not run again. Needs nothing installed: it runs the source tree that it lies in. To publish a table,
-copy its files to benchmarks/results and run benchmarks/report.py.
+Every job writes its output to OUT/JOB.txt; benchmarks also write OUT/CARD-JOB.json, .csv and .png. A job that succeeds
+leaves OUT/JOB.done and is not run again. The package need not be installed: this runs the source tree it is in. To
+publish a table, copy its files to benchmarks/results and run benchmarks/report.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Job:
     words: str
     """After `python`; OUT stands for the output folder, CARD for the card's name."""
     seconds: int
-    """It is ended after that, and not begun when less is left. Most of it is compiling."""
+    """Time limit; a job is not started when less time is left. Most of it is spent compiling."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -40,7 +40,7 @@ def bench(name: str, seconds: int, words: str) -> Job:
 
 
 def tests(name: str, seconds: int, words: str) -> Job:
-    """One line a test, so that what was cut off says how far it came."""
+    """With one line per test, so that the output of a job that exceeds its limit shows how far it came."""
     return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds)
 
 
@@ -55,7 +55,11 @@ JOBS = (
     Job("host", "benchmarks/fused_lab.py host", 60),
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
-    tests("fused", 400, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py'),
+    tests(
+        "fused", 500, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py '
+        "tests/ops/test_not_finite.py tests/ops/test_power_and_gain.py",
+    ),
+    Job("fuzz", "-m tests.fuzz_fused --cases 10000 --seconds 540 --out OUT/CARD-fuzz-fused.json", 580),
     tests("model", 200, "-m gpu tests/test_model.py tests/ops/test_compiled_strips.py"),
     tests("activations", 300, "-m gpu tests/ops/test_activations.py"),
     tests("tiled", 200, "-m gpu tests/ops/test_tiled.py"),
@@ -87,19 +91,19 @@ JOBS = (
 
 
 def card() -> str:
-    """The last word of its name: h200, 4090."""
+    """The last word of the GPU's name: h200, 4090."""
     import torch
 
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here; `make bench` has the figures of a CPU")
+        raise SystemExit("no CUDA device; `make bench` runs the CPU benchmarks")
     return torch.cuda.get_device_name().split()[-1].lower()
 
 
 def run(job: Job, out: Path, name: str, seconds: float) -> str:
-    """One job in a process of its own; says how it ended."""
+    """Run one job in its own process and return how it ended."""
     words = shlex.split(job.words.replace("OUT", str(out)).replace("CARD", name))
     if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
-        words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # they mostly compile
+        words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     with open(out / f"{job.name}.txt", "w") as log:
@@ -110,7 +114,7 @@ def run(job: Job, out: Path, name: str, seconds: float) -> str:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # with the compilers it has started
+            os.killpg(process.pid, signal.SIGTERM)  # with the compilers that it started
             process.wait()
             return f"cut off after {seconds:.0f} s"
     if code == 0:
@@ -131,7 +135,7 @@ def main(jobs: tuple[Job, ...] = JOBS) -> int:
         if (arguments.only and job.name not in arguments.only) or (out / f"{job.name}.done").exists():
             continue
         if ends - time.monotonic() < job.seconds:
-            print(f"{job.name}: not begun, may take {job.seconds} s", flush=True)
+            print(f"{job.name}: not started, may take {job.seconds} s", flush=True)
             continue
         began = time.monotonic()
         how = run(job, out, name, job.seconds)

@@ -19,7 +19,7 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch, capsys):
     assert gpu.main((good, bad, slow, large)) == 1
     said = capsys.readouterr().out
     assert "good: done" in said and "bad: FAILED with 3, see bad.txt" in said and "slow: cut off after 1 s" in said
-    assert "large: not begun, may take 1000 s" in said
+    assert "large: not started, may take 1000 s" in said
     assert (tmp_path / "good.txt").read_text() == "said\n"
     assert gpu.main((good, dataclasses.replace(bad, words="-c pass"))) == 0
     assert (tmp_path / "abacus-y").read_text() == "x"  # once
