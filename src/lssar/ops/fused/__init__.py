@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lssar.ops.numerics import in_range, unit
 
-__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
+__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not", "window_attention"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
@@ -124,6 +124,48 @@ def _checked_gain(gain: Tensor | None, q: Tensor) -> Tensor | None:
             f"{gain.device}"
         )
     return gain
+
+
+SHORT_WINDOW = 256
+"""Longest window for which LSSA and LSSAR use the windowed kernels; over more keys the general ones are faster."""
+
+
+def has_window_kernel(spec: Any, window: int | None) -> bool:
+    """Whether the windowed kernels compute this: softmax of scaled scores; LSSA and LSSAR if the window is short."""
+    if window is None:
+        return False
+    softmax = (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
+    return softmax or (is_lssa(spec) and window <= SHORT_WINDOW)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, causal: bool, cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None, window: int | None = None, p: float | Tensor | None = None,
+    gain: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A mechanism for which `has_window_kernel` holds, differentiable.
+
+    p: replaces the power of the spec, as in fused_attention.
+    gain: (Hq,), multiplies the scores of each query head; differentiable; for cosine scores only.
+    """
+    from lssar.ops.fused.window_op import forward_op
+
+    if q.shape[0] > LARGEST_BATCH:
+        options: dict[str, Any] = dict(causal=causal, window=window, p=p, gain=gain)
+        outputs = []
+        for first in range(0, q.shape[0], LARGEST_BATCH):
+            part = slice(first, first + LARGEST_BATCH)
+            lengths = None if key_lengths is None else key_lengths[part]
+            outputs.append(window_attention(q[part], k[part], v[part], spec, key_lengths=lengths, **options))
+        return torch.cat(outputs)
+    number, power = _power(p)
+    if number is not None:
+        spec = spec.replace(p=number)
+    return forward_op(q, k, v, _checked_gain(gain, q), power, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
+
+
+LARGEST_BATCH = 65535
+"""The size of a grid's third axis."""
 
 
 FEW_ROWS = 16
