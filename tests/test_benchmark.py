@@ -72,6 +72,17 @@ def test_decoding_is_one_row_against_a_cache():
         run_benchmark(["tiled:lssar"], [case], ("both",))
 
 
+def test_a_window_is_part_of_a_case():
+    case = dataclasses.replace(CASE, window=9)
+    for name in ("tiled:lssar", "eager:softmax"):
+        function, mechanism = contestants.build(name, case)
+        assert max(measure.check(function, mechanism, case, gradients=True).values()) < 1e-4
+    with pytest.raises(measure.Incorrect):
+        measure.check(right, lssar.spec("lssar"), case, gradients=True)
+    with pytest.raises(contestants.Unavailable, match="no window"):
+        contestants.build("sdpa:softmax", case)
+
+
 def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False, return_lse=False):
     """What FlexAttention computes, by the book: it has no backward on a CPU."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

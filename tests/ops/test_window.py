@@ -97,16 +97,17 @@ def test_half_types(dtype, spec):
     compare(*tensors(D=64, dtype=dtype), SPECS[spec], window=20)
 
 
-@pytest.mark.parametrize("D", [16, 40, 64])
-@pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (3, 3), (4, 4), (33, 70), (70, 40)])
+@pytest.mark.parametrize(
+    ("Lq", "Lk", "D"), [(1, 1, 64), (2, 2, 40), (3, 3, 16), (4, 4, 40), (33, 70, 16), (33, 33, 40), (40, 20, 64)]
+)
 def test_lengths_and_head_sizes(Lq, Lk, D):
-    for spec in ("softmax", "lssar") if (Lq + D) % 2 else ("cosine softmax", "lssa"):
-        compare(*tensors(Lq=Lq, Lk=Lk, D=D), SPECS[spec], f"{Lq}, {Lk}", window=7)
+    for spec in ("softmax", "lssar") if Lq % 2 else ("cosine softmax", "lssa"):
+        compare(*tensors(Hq=1, Lq=Lq, Lk=Lk, D=D), SPECS[spec], f"{Lq}, {Lk}", window=7)
 
 
 @pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
 def test_padding_may_hold_anything(spec):
-    q, k, v, do = tensors(B=2, Lq=50)
+    q, k, v, do = tensors(B=2, Hq=1, Lq=50, D=16)
     view = {"window": 20, "key_lengths": torch.tensor([40, 0], device=DEVICE)}
     clean = compare(q, k, v, do, SPECS[spec], **view)
     for b, n in enumerate((40, 0)):
@@ -130,9 +131,9 @@ def test_values_that_are_not_finite_stay_in_the_rows_that_see_them(spec):
 
 def test_groups_and_strides():
     """Heads shared by groups; q, k, v as slices of one tensor laid out (B, L, heads, D), and no copy of the layout."""
-    packed = torch.randn(2, 37, 8, 32, device=DEVICE)
+    packed = torch.randn(2, 37, 8, 16, device=DEVICE)
     q, k, v = packed[:, :, :4].transpose(1, 2), packed[:, :, 4:6].transpose(1, 2), packed[:, :, 6:].transpose(1, 2)
-    do = torch.randn(2, 37, 4, 32, device=DEVICE).transpose(1, 2)
+    do = torch.randn(2, 37, 4, 16, device=DEVICE).transpose(1, 2)
     for spec in ("cosine softmax", "lssar"):
         o = compare(q, k, v, do, SPECS[spec], window=20)[0]
         assert o.shape == q.shape
