@@ -123,9 +123,9 @@ def reference_attention(
     if gain is not None:
         factor = factor * gain.to(q.dtype)[:, None, None]
     w = scores(q, k, factor, n, spec)
-    if w.numel() > 0:
-        o = spec.threshold if threshold is None else threshold.to(q.dtype)[:, None, None]
-        w = weights(w, visible, n, factor, spec, o, wide)
+    o = spec.threshold if threshold is None else threshold.to(q.dtype)[:, None, None]
+    # Without any entry there are no weights, but a learned threshold still has a gradient: zero.
+    w = weights(w, visible, n, factor, spec, o, wide) if w.numel() > 0 else w + o
     return w @ v, w
 
 
