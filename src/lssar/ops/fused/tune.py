@@ -97,7 +97,7 @@ def tune(
     return found
 
 
-def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], None]]:
+def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], Any]]:
     """Run forward and backward once, and return the launch of each kernel by name, so that it can be timed alone."""
     launch, launches = op.launch, {}
 
