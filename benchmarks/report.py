@@ -39,6 +39,10 @@ def table(paths: list[Path], words: list[str]) -> str:
         return downstream_table(results)
     if words == ["decode"]:
         return decode_table(results)
+    if words == ["far"]:
+        return far_table(results[0])
+    if words == ["speed"]:
+        return speed_table(results)
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -97,6 +101,57 @@ def attack_table(kills: dict, corruption: dict) -> str:
     return markdown_table(["attack", "cases", "outcome"], rows) + "".join(
         f"\n`{result['command'].strip()}`: {_machine(result['environment'])}.\n" for result in (kills, corruption)
     )
+
+
+FAR = ("1", "64", "512")
+"""Multiples of the training length in the short table of the experiment `mixed`."""
+
+
+def far_table(table: dict) -> str:
+    """Loss, passkeys and needles of each row of the experiment `mixed`, at a few lengths; means over seeds."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for row in table["rows"]:
+        kind = row["evaluation"].split("-")[0]
+        if kind == "length":
+            found = [f"{row['loss'][m]['mean']:.3f}" for m in FAR]
+        else:
+            found = [f"{row['rate'][m]['rate']:.2f}" for m in FAR]
+        cells.setdefault(row["label"], {})[kind] = found
+    kinds = {"length": "loss", "passkey": "passkeys", "needles": "needles"}
+    head = ["", *(f"{word} {' / '.join(f'{m}x' for m in FAR)}" for word in kinds.values())]
+    rows = [[label, *(" / ".join(found[kind]) for kind in kinds)] for label, found in cells.items()]
+    return markdown_table(head, rows) + f"\n{'; '.join(table['machines'])}. Command: `{table['command']}`.\n"
+
+
+def speed_table(results: list[dict]) -> str:
+    """Ratios of LSSAR and LSSA to PyTorch's softmax in the same run: self-attention by length, and decode."""
+    lines, sources = [], []
+    for result in results:
+        rows = [row for row in result["rows"] if "forward_ms" in row]
+        where = result["environment"].get("gpu") or "CPU"
+        for case in dict.fromkeys((r["batch"], r["heads"], r["key_heads"], r["length"], r["head_size"]) for r in rows):
+            same = {r["contestant"]: r for r in rows if case == tuple(r[k] for k in CASE)}
+            peer = next((same[name] for name in PEERS if name in same), None)
+            ours = {s: same.get(f"fused:{s}") or same.get(f"tiled:{s}") for s in ("lssar", "lssa")}
+            if peer is None or ours["lssar"] is None or case[3] not in SPEED_LENGTHS:
+                continue
+            what = "decode" if peer.get("decode") else "self-attention"
+            shape = f"{case[0]} x {case[1]}{f'/{case[2]}' if case[2] != case[1] else ''} x {case[3]:,} x {case[4]}"
+            ratios = [_ratios(row, peer) for row in ours.values()]
+            lines.append([where.removeprefix("NVIDIA "), what, f"{shape}, {peer['dtype']}", *ratios])
+        sources.append(_machine(result["environment"]))
+    head = ["", "", "batch x heads x length x head size", "LSSAR", "LSSA"]
+    return markdown_table(head, lines) + f"\n{'; '.join(dict.fromkeys(sources))}.\n"
+
+
+CASE = ("batch", "heads", "key_heads", "length", "head_size")
+PEERS = ("cudnn:softmax", "sdpa:softmax")
+SPEED_LENGTHS = (1024, 8192, 65536, 131072)
+
+
+def _ratios(row: dict | None, peer: dict) -> str:
+    modes = [mode for mode in ("forward_ms", "both_ms") if row and mode in row and mode in peer]
+    return " / ".join(f"{row[mode] / peer[mode]:.2f}x" for mode in modes) if row else "-"
 
 
 def length_table(results: list[dict]) -> str:

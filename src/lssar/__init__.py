@@ -11,4 +11,4 @@ from lssar.functional import scaled_dot_product_attention
 from lssar.specs import AttentionSpec, spec, specs
 
 __all__ = ["AttentionSpec", "attention", "nn", "scaled_dot_product_attention", "spec", "specs"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -90,7 +90,7 @@ def setting_of(arms: list[dict[str, Any]]) -> str:
     words = [
         f"{sizes} parameters", f"data {each(arm['data']['name'] for arm in arms)}",
         f"trained at length {each(arm['recipe']['length'] for arm in arms)} on {tokens} tokens",
-        f"seed{'s' * (len(seeds) > 1)} {each(seeds)}{' where there is a band' * (len(seeds) > 1)}",
+        f"seed{'s' * (len(seeds) > 1)} {each(seeds)}{' at most' * (len(seeds) > 1)}",
     ]  # fmt: skip
     return "; ".join(words)
 

@@ -70,7 +70,11 @@ def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dic
         f"({r.steps * r.batch_tokens:,} in all), {r.retrieval_share:.0%} of the windows retrieval "
         f"({', '.join(r.retrieval_tasks)}).\n\n"
     )
-    text += claims_section(claims, {})
+    unfinished = (
+        "**Preliminary**: some runs are not finished (listed at the end), so verdicts rest on fewer seeds than "
+    )
+    unfinished += "the rules name; the number of seeds of each row is below its table.\n\n"
+    text += claims_section(claims, {}, unfinished if tables["mixed"]["missing"] else "")
     return text + "\n" + section(tables["mixed"], _picture(scale, "mixed", folder))
 
 
@@ -126,13 +130,26 @@ def _verdicts_beside(scale: Scale) -> dict[str, str]:
     return {c["claim"]: c["verdict"] for c in json.loads(path.read_text()) if c["verdict"] != "not tested"}
 
 
+def _seed_counts(table: dict[str, Any]) -> str:
+    """How many seeds the rows with several have, in a sentence."""
+    rows: dict[int, list[str]] = {}
+    for label, count in {row["label"]: _seeds(row) for row in table["rows"] if "loss" in row}.items():
+        rows.setdefault(count, []).append(label)
+    several = [
+        f"{count} for {', '.join(repr(label) for label in labels)}"
+        for count, labels in sorted(rows.items(), reverse=True)
+        if count > 1
+    ]
+    return f"Seeds: {'; '.join(several)}{'; one for the others' if 1 in rows else ''}."
+
+
 def section(table: dict[str, Any], picture: str | None) -> str:
     text = f"## {table['title']}\n\n{table['question']}\n"
     parts = collect.sections(table)
     for caption, body in parts:
         text += f"\n{caption}:\n\n{body}"
     if parts and any("deviation" in str(row.get("loss")) and _seeds(row) > 1 for row in table["rows"] if "loss" in row):
-        text += "\n± is one standard deviation over seeds; other rows have one seed.\n"
+        text += f"\n± is one standard deviation over seeds. {_seed_counts(table)}\n"
     if any(row.get("earlier") for row in table["rows"]):
         text += (
             "\nA row `trained at` a commit is another training of the same arm: the same seed, with code or on a "

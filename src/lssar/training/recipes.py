@@ -248,9 +248,10 @@ RECIPES: dict[str, Recipe] = {
         size="0.8m", data="stdlib", vocab_size=257, length=128, steps=600, batch_tokens=2_048, micro_batch=16, lr=3e-3,
         warmup=50, dtype="float32", compile=False, eval_every=100, save_every=200,
     ),
-    # Long readers (docs/long-reader.md): three local softmax layers, then a global layer without positions.
+    # Long readers (docs/long-reader.md): three local softmax layers, then a global layer without positions. Cosine
+    # softmax finds the most needles far back (docs/results-mixed.md); for LSSAR: --attention lssar --p-schedule ...
     "long-124m": Recipe(
-        size="124m", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/books", steps=1_600, batch_tokens=65_536,
+        size="124m", layout="mixed", attention="cosine_softmax", data="data/books", steps=1_600, batch_tokens=65_536,
         micro_batch=32, optimiser="muon", lr=6e-4, warmup=100, retrieval_share=0.25,
         retrieval_tasks=("passkey", "needles", "recall"), eval_every=200, save_every=500,
     ),
