@@ -69,8 +69,14 @@ class Demo:
         show_found(arms)
         show_length_table(curves)
         files = self._write(runs, data, arms, curves, diagnostics)
-        for arm in arms:
+        for run, arm in zip(runs, arms):
             console.print(outcome(arm), highlight=False)
+            if run.step < run.recipe.steps:
+                console.print(
+                    f"note: {arm['label']} was stopped at step {run.step:,} of {run.recipe.steps:,}; it is no fair "
+                    "comparison until it is trained to the end (python models/make.py tiny)",
+                    highlight=False,
+                )
         say_where(files)
         console.print(f"finished in {time.monotonic() - began:.0f} s; open report.html and attention.html in a browser")
 
