@@ -215,7 +215,7 @@ def _losses(got: Iterable[Tensor], exact: Iterable[Tensor]) -> list[tuple[float,
 def _cancellation(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor | None, spec: AttentionSpec
 ) -> tuple[float, float, float, float]:
-    """Roundings that float32 leaves in dq and dk where gradients cancel, as where a needle has all the weight."""
+    """Roundings of terms that cancel: in sums over values and rows, and where a needle has all the weight."""
     assert do is not None
     if k.shape[2] == 0 or q.shape[2] == 0:
         return 0.0, 0.0, 0.0, 0.0
@@ -227,6 +227,7 @@ def _cancellation(
     steepness = (spec.p or 1) * (float(torch.log(n)) if spec.log_n else 1.0)
     steepness *= float(torch.log(torch.tensor(float(max(2, d))))) if spec.scale == "log_d" else d**-0.5
     terms = 8 * eps * steepness * float(do.abs().max()) * float(v.abs().max()) * d**0.5
+    of_o, of_dv = 8 * eps * float(v.abs().max()), 8 * eps * float(do.abs().max()) * (q.shape[1] // k.shape[1])
     if spec.cosine:
-        return 0.0, terms / norms[0], terms / norms[1], 0.0
-    return 0.0, terms * sizes[1], terms * sizes[0], 0.0
+        return of_o, terms / norms[0], terms / norms[1], of_dv
+    return of_o, terms * sizes[1], terms * sizes[0], of_dv
