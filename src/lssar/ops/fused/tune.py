@@ -97,12 +97,16 @@ def tune(
     return found
 
 
-def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def record(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> dict[str, Callable[[], None]]:
     """Run forward and backward once, and return the launch of each kernel by name, so that it can be timed alone."""
-    launch, launches = op.launch, {}
+    launch = op.launch
+    launches: dict[str, Callable[[], None]] = {}
 
     def recording(name: str, *call: Any) -> Tile:
-        launches[name] = lambda: launch(name, *call)
+        def repeat() -> None:
+            launch(name, *call)
+
+        launches[name] = repeat
         return launch(name, *call)
 
     op.launch = recording  # type: ignore[assignment]
