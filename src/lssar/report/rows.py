@@ -148,6 +148,17 @@ def _sparse(
                 parts[name][head].append(value)
     made = [{name: torch.cat(by_head[head]) for name, by_head in parts.items()} for head in range(heads)]
     return [
-        HeadRows(spec, window, float(o), **{**m, "before": None if spec.p is None else m["before"]})
+        HeadRows(
+            spec,
+            window,
+            float(o),
+            m["counts"],
+            m["keys"],
+            m["weights"],
+            None if spec.p is None else m["before"],
+            m["left_out"],
+            m["above"],
+            m["effective"],
+        )
         for o, m in zip(threshold, made)
     ]
