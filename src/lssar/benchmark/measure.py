@@ -25,7 +25,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3
 
 
 class Incorrect(Exception):
-    """The contestant's results are wrong: it gets no figures."""
+    """The contestant's results are wrong: it is not timed."""
 
 
 def check(function: Attention, mechanism: AttentionSpec, case: Case, gradients: bool) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _relative(x: Tensor, r: Tensor) -> float:
 
 
 def measure(name: str, case: Case, modes: tuple[str, ...], budget_s: float) -> dict[str, Any]:
-    """Times (ms), peak extra memory (MiB) and errors; raises Unavailable or Incorrect instead of giving figures."""
+    """Times (ms), peak extra memory (MiB) and errors; raises Unavailable or Incorrect instead."""
     function, mechanism = build(name, case)
     gradients = modes != ("forward",)
     if case.device == "cpu":

@@ -1,4 +1,4 @@
-"""All contestants on all cases, one after the other, with what failed and why in place of figures."""
+"""All contestants on all cases, one after the other, with the reason in place of results where one failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_benchmark(
     budget_s: float = 1.0,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Figures for every contestant on every case: `{"environment": ..., "rows": [...]}`, plain values throughout."""
+    """Results of every contestant on every case: `{"environment": ..., "rows": [...]}`, plain values throughout."""
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")

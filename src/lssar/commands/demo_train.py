@@ -86,7 +86,7 @@ class DemoTrain:
 
 
 def verdict(curve: dict[str, Any]) -> str:
-    """One line of what happened, from the figures."""
+    """One line that sums up the results."""
     first, last = curve["by_length"][0], curve["by_length"][-1]
     change = last["loss"] - first["loss"]
     multiple = last["length"] // first["length"]

@@ -1,7 +1,7 @@
 """Zero-shot benchmarks from local files: what is asked, what counts as right, and a harness that needs nothing else.
 
 Prompts, continuations and metrics are those of lm-eval's own tasks (the tests compare them request by request), so the
-figures are comparable; `lssar.hf.lm_eval` runs lm-eval itself on the same files. A file is NAME.jsonl, or
+results are comparable; `lssar.hf.lm_eval` runs lm-eval itself on the same files. A file is NAME.jsonl, or
 .jsonl.xz, in the fields of the dataset on the Hugging Face hub; a few others are understood as well (see `adapt`).
 """
 

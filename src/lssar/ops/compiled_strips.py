@@ -25,7 +25,7 @@ LARGE = 2**27
 """Scores of a call from which on compiling is worth the wait: 16 heads of 4096 keys are twice that."""
 
 _broken = False
-"""Set when the compiler failed: then everything goes on without it."""
+"""Set when the compiler failed; calls then run without it."""
 
 Function = Callable[..., Any]
 
@@ -117,5 +117,5 @@ def run(kind: str, spec: AttentionSpec, half: bool, *arguments: Tensor) -> Any:
     except Exception as problem:
         _broken = True
         first = str(problem).strip().split("\n")[0][:200]
-        warnings.warn(f"attention goes on in plain PyTorch, slower: torch.compile failed ({first})", stacklevel=2)
+        warnings.warn(f"torch.compile failed, so attention runs in slower PyTorch code ({first})", stacklevel=2)
         raise CompilerFailed from problem

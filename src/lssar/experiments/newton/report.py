@@ -131,7 +131,7 @@ def law_counts(result: Row) -> list[tuple[str, str]]:
 
 
 def findings(result: Row) -> str:
-    """What the figures say, in sentences; whichever way it is."""
+    """The findings in sentences, from the results."""
     lines = []
     for (world, mechanism, start), rows in _groups(result["arms"], "world", "mechanism", "start").items():
         by_labels = _groups(rows, "labels")
