@@ -1,6 +1,6 @@
 import pytest
 
-from lssar.records import check_name, environment, read_json, write_csv, write_file, write_json
+from lssar.records import check_name, environment, read_json, remove_temporary, write_csv, write_file, write_json
 
 
 def test_nothing_is_overwritten_unasked(tmp_path):
@@ -52,3 +52,12 @@ def test_a_damaged_json_file_is_named(tmp_path, content):
     (tmp_path / "x.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"x\.json: expected a JSON object"):
         read_json(tmp_path / "x.json", dict)
+
+
+def test_temporary_files_of_killed_writes_are_removed(tmp_path):
+    """Also those of a hidden file, whose temporary names begin with two dots; others stay."""
+    for name in (".x_progress.json", "..x_progress-ab12.json", ".x_progress-other.bin", ".config-ab12.json"):
+        (tmp_path / name).write_text("{}")
+    remove_temporary(tmp_path / ".x_progress.json")
+    remove_temporary(tmp_path / "config.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".x_progress-other.bin", ".x_progress.json"]

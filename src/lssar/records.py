@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import glob
 import hashlib
 import io
 import json
@@ -137,6 +138,12 @@ def write_file(path: Path, write: Callable[[Path], Any], overwrite: bool = False
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def remove_temporary(path: Path) -> None:
+    """Delete temporary files that killed calls of `write_file` left beside `path`. Only while its lock is held."""
+    for leftover in path.parent.glob(f".{glob.escape(path.stem)}-*{path.suffix}"):
+        leftover.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any, overwrite: bool = False) -> Path:

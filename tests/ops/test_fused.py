@@ -142,7 +142,7 @@ def test_padding_may_hold_anything():
     assert not clean[0][1].any() and not clean[2][1].any() and not clean[3][1].any()
 
 
-@pytest.mark.parametrize("D", [32, 128])
+@pytest.mark.parametrize("D", [32, pytest.param(128, marks=pytest.mark.slow)])
 def test_no_head_depends_on_another(D):
     """To the bit, whatever stands there: in half types dq is scaled by the values, which must be the head's own."""
     call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731

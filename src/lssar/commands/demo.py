@@ -185,5 +185,5 @@ def outcome(arm: dict[str, Any]) -> str:
     last = arm["rows"][-1]
     times = last["length"] // arm["train_length"]
     found = f"{last['greedy']['right']} of {last['greedy']['of']} keys at {times}x"
-    reach = f"finds most keys up to {max(far)}x" if far else "finds few keys at any length"
-    return f"{arm['label']}: {reach} its training length; {found}"
+    reach = f"finds most keys up to {max(far)}x its training length" if far else "finds few keys at any length"
+    return f"{arm['label']}: {reach}; {found}"

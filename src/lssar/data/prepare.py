@@ -30,7 +30,15 @@ from lssar.data.stream import TokenStream
 from lssar.data.tokenizers import Tokenizer, save_tokenizer
 from lssar.data.workers import tokenised
 from lssar.locks import hold
-from lssar.records import check_name, checksum, environment, naming, read_sealed_json, write_sealed_json
+from lssar.records import (
+    check_name,
+    checksum,
+    environment,
+    naming,
+    read_sealed_json,
+    remove_temporary,
+    write_sealed_json,
+)
 
 _SAFE_POINT_SECONDS = 10.0
 _MOST_HELD_OUT = 0.2
@@ -160,6 +168,8 @@ class _Job:
     def begin(self, overwrite: bool) -> Status:
         """A fresh start, or the last safe point of an earlier run; never over somebody's files unasked."""
         manifest, shards = self.out / MANIFEST, self.shards()
+        remove_temporary(self.progress_file)
+        remove_temporary(manifest)
         if overwrite:
             return self._fresh()
         if manifest.exists():

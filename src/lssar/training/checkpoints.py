@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from lssar.records import checksum, naming, read_json, sync, warn
+from lssar.records import checksum, naming, read_json, remove_temporary, sync, warn
 from lssar.training.distributed import Processes
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -138,8 +138,8 @@ def clean(run: Path) -> None:
     """Remove what a killed process left. Only for the process that holds the run's lock."""
     for leftover in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in [*run.glob(".config-*.json"), *run.glob(".metrics-*.jsonl")]:
-        leftover.unlink(missing_ok=True)
+    for name in ("config.json", "metrics.jsonl"):
+        remove_temporary(run / name)
 
 
 def set_aside(path: Path) -> None:
