@@ -1,7 +1,6 @@
-"""Backward: a kernel over row blocks for dq and each row's sums, then one over key blocks for dk and dv. No atomics.
+"""Backward in Triton: a kernel over row blocks for dq and each row's sums, then one over key blocks for dk and dv.
 
-The gradient of the row mean couples every key of a row through G_i / n_i (docs/derivations.md). The dq kernel needs G
-only at the end: it accumulates sum_j g sigma k, sum_j sigma k and G in one pass, and hands G to the dk, dv kernel.
+The arithmetic is in gradients.py. There are no atomics, so gradients are the same in every run.
 """
 
 from __future__ import annotations
@@ -9,36 +8,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lssar.ops.fused.gradients import (
+    gradient_scale,
+    key_weights,
+    query_row_factors,
+    query_terms,
+    score_gradient,
+    store_row_values,
+)
 from lssar.ops.fused.primitives import (
-    FIRST_ROWS,
     HIDDEN,
     dot,
-    ex2,
     exact_unit_rows,
     head_and_block,
     inverse_norms,
+    keep_visible,
     lane_sum,
-    lg2,
     load_tile,
-    power,
     read_tile,
     rows_of_keys,
     saturate,
-    score_scale,
-    sigmoid2,
-    softplus2,
     store_tile,
     tile_source,
     unit_rows_backward,
     visible_keys,
 )
-from lssar.ops.fused.steep import (
-    all_steep,
-    root_and_sigmoid,
-)
-
-ROW_PLANES = 8
-"""Numbers a row that the dq kernel leaves for the dk, dv kernel: seven, rounded up to a power of two for hopper."""
+from lssar.ops.fused.steep import all_steep
 
 
 @triton.jit
@@ -58,13 +53,12 @@ def _query_sums(
         masked = (start < full_lo) | (start + N > full_hi)
         if masked:
             keys = (start + offsets)[None, :]
-            x = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), x, HIDDEN)
-        w, sigma = root_and_sigmoid(
-            x, slope[:, None], intercept[:, None], steep & (masked == 0), LOG_DEGREE, STEEP
+            x = keep_visible(x, keys, row_start[:, None], row_stop[:, None], HIDDEN)
+        g, sigma = query_terms(
+            x, dp, slope[:, None], intercept[:, None], unit_scale[:, None], delta[:, None], steep & (masked == 0),
+            P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
-        g = dp * unit_scale[:, None] - delta[:, None]
-        if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(w, P - 1)
+        if REWEIGHT:
             g_sum += lane_sum(g, M, N)
         g_sigma = (g * sigma).to(k.dtype)
         gk = dot(g_sigma, k, gk, PRECISION=DOT)
@@ -121,10 +115,7 @@ def query_gradient_kernel(
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, offsets, columns, D, True)
     do_float = do.to(tl.float32)
     delta = tl.sum(do_float * o.to(tl.float32), 1)  # [M]
-    # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
-    v_max = tl.load(v_max_ptr + b * Hkv + h_kv)  # of this head alone: no head's gradients depend on another's values
-    bound = tl.minimum(2.0 * tl.sum(tl.abs(do_float), 1) * v_max, 1e37)
-    unit_scale = tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
+    bound, unit_scale = gradient_scale(tl.sum(tl.abs(do_float), 1), tl.load(v_max_ptr + b * Hkv + h_kv))
 
     steep = all_steep(slope, intercept, inside, P) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -138,18 +129,16 @@ def query_gradient_kernel(
         D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
 
-    mean = tl.sum(g_lanes, 1) * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
-    scale = score_scale(n, LOG_D)  # c_i log2(e)
+    mean, scale, kappa = query_row_factors(tl.sum(g_lanes, 1), n, slope, z, bound, P, LOG_D)
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * mean[:, None]
-    kappa = 2.0 * P * slope * reciprocal(z) * bound  # undoes unit_scale
     dq = unit_rows_backward(grad_unit * (kappa * scale)[:, None], raw_q)
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
     to_unit = scale * 0.0
-    if EXACT_QUERIES:  # unit_q has served: its rows take bfloat16 queries for the dk, dv kernel
+    if EXACT_QUERIES:  # the rows of unit_q are no longer needed: bfloat16 queries for the dk, dv kernel replace them
         exact_q, to_unit = exact_unit_rows(raw_q)
         exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
@@ -160,42 +149,8 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def reciprocal(z):
-    return tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
-
-
-@triton.jit
-def store_row_values(
-    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score, steep,
-    P: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
-):  # fmt: skip
-    """Six numbers a row for the dk, dv kernel, zeros for rows past the last; with STEEP, whether this block is steep.
-
-    Slope and intercept of weights; factor and offset that make dO.v the gradient of a weight; the row's mean of g; and
-    with EXACT_QUERIES what products with the queries left there are to be multiplied by for scores, else 1 / Z (which
-    the weights then lack).
-    """
-    if EXACT_QUERIES:
-        root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
-        slope, intercept = slope * root, intercept * root
-        mean *= to_score
-        row_factor = to_score
-    else:
-        row_factor = reciprocal(z)
-    factor = 2.0 * P * slope * row_factor
-    tl.store(rows_ptr, slope, mask=inside)
-    tl.store(rows_ptr + row_plane, intercept, mask=inside)
-    tl.store(rows_ptr + 2 * row_plane, factor, mask=inside)
-    tl.store(rows_ptr + 3 * row_plane, saturate(delta * factor, tl.float32), mask=inside)
-    tl.store(rows_ptr + 4 * row_plane, mean, mask=inside)
-    tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
-    if STEEP:
-        tl.store(rows_ptr + 6 * row_plane, slope * 0.0 + steep.to(tl.float32), mask=inside)
-
-
-@triton.jit
 def steep_block(flags_ptr, ROWS: tl.constexpr):
-    """Whether ROWS rows are all steep, by the first and the last: they lie in at most two blocks of the dq kernel."""
+    """Whether ROWS rows are all steep. The first and the last tell: they lie in at most two blocks of the dq kernel."""
     return (tl.load(flags_ptr) > 0) & (tl.load(flags_ptr + ROWS - 1) > 0)
 
 
@@ -229,26 +184,18 @@ def _key_sums(
             row_start, row_stop = visible_keys(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
             )
-            x = tl.where((keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None]), x, HIDDEN)
-        if REWEIGHT:
-            short = steep_block(rows_ptr + 6 * row_plane + start, M) & (masked == 0) if STEEP else False
-            w, sigma = root_and_sigmoid(x, slope[:, None], intercept[:, None], short, LOG_DEGREE, STEEP)
-            y = power(w, P - 1)
-            weight = y * w
-        else:
-            two_a = softplus2(x, LOG_DEGREE)
-            sigma = sigmoid2(x, two_a, LOG_DEGREE)
-            weight = two_a * slope[:, None]
+            x = keep_visible(x, keys[None, :], row_start[:, None], row_stop[:, None], HIDDEN)
+        short = steep_block(rows_ptr + 6 * row_plane + start, M) & (masked == 0) if STEEP else False
+        weight, y, sigma = key_weights(
+            x, slope[:, None], intercept[:, None], short, P, REWEIGHT, LOG_DEGREE, STEEP
+        )  # fmt: skip
         if not EXACT_QUERIES:
             weight = weight * row_factor[:, None]
-        if masked:  # a flat row would give hidden keys weight too
+        if masked:  # in a flat row hidden keys have the weight of all others
             weight = tl.where(x > HIDDEN, weight, 0.0)
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
-        dp = dot(do, v_t, PRECISION=DOT)  # [M, N], as late as can be: registers
-        ds = dp * factor[:, None] - offset[:, None]
-        if REWEIGHT:
-            ds = ds * y - mean[:, None]
-        ds = ds * sigma
+        dp = dot(do, v_t, PRECISION=DOT)  # [M, N], late, to save registers
+        ds = score_gradient(dp * factor[:, None] - offset[:, None], y, mean[:, None], sigma, REWEIGHT)
         if q.dtype == tl.float16:
             ds = saturate(ds, tl.float16)
         dk = dot(tl.trans(ds.to(q.dtype)), q, dk, PRECISION=DOT)
@@ -290,7 +237,7 @@ def key_gradient_kernel(
         CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
     )  # fmt: skip
 
-    if EXACT_QUERIES:  # with queries near 1, keys of any norm up to 1e37 have finite products: no copy
+    if EXACT_QUERIES:  # the stored queries are near 1, so raw keys of norms up to 1e37 have finite products
         k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
         key_scale = inverse_norms(k.to(tl.float32))  # [N]
     else:
@@ -299,7 +246,7 @@ def key_gradient_kernel(
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):  # not a constant: with one loop fewer ptxas serialises the products (C7515)
+    for member in range(group):  # even for a group of one: without this loop ptxas serialises the products (C7515)
         h = h_kv * group + member
         head = (b * Hq + h).to(tl.int64)
         h = h.to(tl.int64)

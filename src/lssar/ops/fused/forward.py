@@ -14,6 +14,8 @@ from lssar.ops.fused.primitives import (
     dot,
     ex2_neg_abs,
     head_and_block,
+    kahan_add,
+    keep_visible,
     lane_compound,
     lane_max,
     lane_sum,
@@ -56,17 +58,14 @@ def _row_statistics(
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
-            x = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), x, HIDDEN)
+            x = keep_visible(x, keys, row_start[:, None], row_stop[:, None], HIDDEN)
         t = ex2_neg_abs(x)
         if LOG_DEGREE == 0:
             part = lane_sum(2.0 * log2_1p(t, True) + (x + tl.abs(x)), M, N)
         else:  # a sum of logarithms is the logarithm of a product
             part = 2.0 * log2_1p(lane_compound(t, M, N), False) + lane_sum(x + tl.abs(x), M, N)
         largest = tl.maximum(largest, lane_max(x, M, N))
-        part = part - lost
-        new_total = total + part
-        lost = (new_total - total) - part
-        total = new_total
+        total, lost = kahan_add(total, lost, part)
     return tl.sum(total - lost, 1), tl.max(largest, 1)
 
 
@@ -115,7 +114,7 @@ def _weighted_values(
         weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
-            weight = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), weight, 0.0)
+            weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
         z += lane_sum(weight, M, N)
         o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
         x = x_next

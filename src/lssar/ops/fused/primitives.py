@@ -292,17 +292,32 @@ def weight_line(total, x_max, n, P: tl.constexpr, LOG_D: tl.constexpr, LOG_DEGRE
 
 
 @triton.jit
+def keep_visible(x, keys, row_start, row_stop, OTHERWISE: tl.constexpr):
+    """x where a row sees the key, OTHERWISE elsewhere; keys, row_start and row_stop broadcast to the shape of x."""
+    return tl.where((keys >= row_start) & (keys < row_stop), x, OTHERWISE)
+
+
+@triton.jit
+def kahan_add(total, lost, part):
+    """total + part with Kahan's compensation; `total - lost` is the compensated sum."""
+    part = part - lost
+    new_total = total + part
+    return new_total, (new_total - total) - part
+
+
+@triton.jit
 def load_tile(
-    ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr = False
+    ptr, start, stop, stride, offsets, columns, D: tl.constexpr, MASKED: tl.constexpr,
+    SECOND_READ: tl.constexpr = False,
 ):  # fmt: skip
     """[len(offsets), len(columns)] rows start + offsets of a matrix with unit column stride; zeros outside.
 
-    AGAIN: a second read of a tile, after a loop. The compiler takes two equal loads for one and would keep the first in
-    registers throughout; another eviction policy makes them differ.
+    SECOND_READ: the tile was read before a loop and is read again after it. The compiler would merge two equal loads
+    and keep the tile in registers during the loop; a different eviction policy prevents that.
     """
     pointers = ptr + tl.cast(start, tl.int64) * stride + offsets[:, None] * stride + columns[None, :]
     padded: tl.constexpr = columns.shape[0] != D
-    policy: tl.constexpr = "evict_first" if AGAIN else ""
+    policy: tl.constexpr = "evict_first" if SECOND_READ else ""
     mask = (start + offsets < stop)[:, None]
     if padded:
         mask = mask & (columns < D)[None, :] if MASKED else (columns < D)[None, :]
@@ -382,6 +397,12 @@ def exact_unit_rows(x):
     scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-floor(log2(largest))
     length = largest * scale * norm
     return x * scale[:, None], tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
+
+
+@triton.jit
+def reciprocal(z):
+    """1 / z, 0 where z is not positive."""
+    return tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""Kernels for Hopper in Gluon: the arithmetic of forward.py and backward.py with the products issued by hand.
+"""Kernels for Hopper in Gluon: what fused/forward.py and fused/backward.py compute, with explicit scheduling.
 
-Triton waits for a product right after asking for it, so tensor cores and arithmetic take turns. Here each product is
-asked for early and waited for late. Tiles come through rings of shared memory, filled by the tensor memory accelerator,
-one warp group for 64 rows.
+Triton waits for a product right after starting it, so tensor cores and arithmetic alternate. Here each product starts
+early and is waited for late. Tiles pass through rings in shared memory, filled by the tensor memory accelerator; a warp
+group has 64 rows.
 """
 
 from lssar.ops.fused.hopper.backward import key_gradient_kernel, query_gradient_kernel

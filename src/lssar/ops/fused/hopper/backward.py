@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # (tuples that grow in a loop are unrolled, which mypy cannot know)
-"""Gradients of queries and keys, as backward.py of the folder above has them.
+"""Backward in Gluon: what the Triton kernels of fused/backward.py compute, with the arithmetic of gradients.py.
 
-A step has four products: two give scores and dO.v, two add to the gradients, and the arithmetic between runs while
-others are under way.
+A step has four products: two give scores and dO.v, two add to the gradients. The arithmetic between them overlaps with
+products that are still running.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lssar.ops.fused import backward
-from lssar.ops.fused.backward import reciprocal, store_row_values
+from lssar.ops.fused import gradients
+from lssar.ops.fused.gradients import (
+    gradient_scale,
+    key_weights,
+    query_row_factors,
+    query_terms,
+    score_gradient,
+    store_row_values,
+)
 from lssar.ops.fused.hopper.memory import (
     announce_pair,
     fetch_pair,
@@ -33,31 +40,24 @@ from lssar.ops.fused.hopper.memory import (
     tile_ring,
 )
 from lssar.ops.fused.primitives import (
-    FIRST_ROWS,
     HIDDEN,
     exact_unit_rows,
     head_and_block,
     inverse_norms,
+    keep_visible,
     lane_sum,
-    power,
     rows_of_keys,
-    score_scale,
-    sigmoid2,
-    softplus2,
     unit_rows_backward,
     visible_keys,
 )
-from lssar.ops.fused.steep import (
-    all_steep,
-    root_and_sigmoid,
-)
+from lssar.ops.fused.steep import all_steep
 
-ROW_PLANES = gl.constexpr(backward.ROW_PLANES)
+ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 
 
 @gluon.jit
 def _quarters(x):
-    """[N, M] as four [N, M / 4] of neighbouring columns; nothing moves, the columns lie in registers of their own."""
+    """[N, M] as four [N, M / 4] of neighbouring columns. No data moves: they lie in different registers."""
     N: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
     x = x.reshape([N, 4, M // 4]).permute((0, 2, 1)).reshape([N, M // 4, 2, 2])
@@ -77,7 +77,7 @@ def _from_quarters(x0, x1, x2, x3, layout: gl.constexpr):
 
 @gluon.jit
 def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr):
-    """Ask for the ROW_PLANES values of rows start..start + M; of any rows, where those do not exist."""
+    """Start copying the ROW_PLANES values of rows start..start + M; past the last row, of any other rows."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     at = gl.arange(0, ROW_PLANES * M, layout)
     at = (at // M).to(gl.int64) * plane + gl.minimum(start, row_stride - M) + at % M
@@ -87,7 +87,7 @@ def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexp
 
 @gluon.jit
 def _steep_block(row_values, M: gl.constexpr):
-    """As backward.steep_block, by the first and last row of a tile's values."""
+    """backward.steep_block, from the values of a tile's rows in shared memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     first = gl.max(row_values.slice(6 * M, 1).load(one), 0)
     last = gl.max(row_values.slice(7 * M - 1, 1).load(one), 0)
@@ -110,25 +110,16 @@ def _weight_and_ds(
     row_factor = row_values.slice(5 * M + FIRST, COLUMNS).load(layout)[None, :]
     x = x * row_factor * key_scale
     if MASKED:
-        seen = (keys >= row_start) & (keys < row_stop)
-        x = gl.where(seen, x, HIDDEN)
-    ds = dp * factor - offset
-    if REWEIGHT:
-        w, sigma = root_and_sigmoid(x, slope, intercept, True, LOG_DEGREE, SHORT)
-        y = power(w, P - 1)
-        weight = y * w
-        if MASKED:  # a flat row would give hidden keys weight too
-            weight = gl.where(seen, weight, 0.0)
-        ds = ds * y - mean
-    else:
-        two_a = softplus2(x, LOG_DEGREE)
-        sigma = sigmoid2(x, two_a, LOG_DEGREE)
-        weight = two_a * slope
-    return weight, ds * sigma
+        x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
+    scaled_dp = dp * factor - offset
+    weight, y, sigma = key_weights(x, slope, intercept, True, P, REWEIGHT, LOG_DEGREE, SHORT)
+    if MASKED and REWEIGHT:  # in a flat row hidden keys have the weight of all others
+        weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
+    return weight, score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
 
 
 @gluon.jit
-def _weights_and_ds(
+def _weights_and_ds_by_quarters(
     x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
@@ -136,7 +127,7 @@ def _weights_and_ds(
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
-    Four times a quarter: with the whole tile in every step of the arithmetic, registers run out.
+    One quarter after the other: registers do not hold the intermediate values of a whole tile.
     """
     N: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
@@ -166,6 +157,82 @@ def _weights_and_ds(
     return weight, ds
 
 
+@gluon.jit
+def _weights_and_ds(
+    x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
+    doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
+    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+):  # fmt: skip
+    """_weights_and_ds_by_quarters with a mask where a row of the tile does not see all keys, else short if steep."""
+    M: gl.constexpr = x.shape[1]
+    steep = _steep_block(row_values, M) if STEEP else False
+    if (start < full_lo) | (start + M > full_hi):
+        weight, ds = _weights_and_ds_by_quarters(
+            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, False,
+        )  # fmt: skip
+    elif steep:
+        weight, ds = _weights_and_ds_by_quarters(
+            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, True,
+        )  # fmt: skip
+    else:
+        weight, ds = _weights_and_ds_by_quarters(
+            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, False,
+        )  # fmt: skip
+    return weight, ds
+
+
+@gluon.jit
+def _key_sums(
+    dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
+    values_ring, before, steps, row_lo, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
+    doc_stop_ptr, nothing, sum_layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    PACKED: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk [N, D] + ds^T q, dv [N, D] + P^T dO over the rows of one query head; `before`: steps of the heads before."""
+    M: gl.constexpr = nothing.shape[1]
+    element: gl.constexpr = q_ring.dtype
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [N, M], left factor
+    for step in gl.static_range(STAGES - 1):
+        start = row_lo + step * M
+        stage = (before + step) % STAGES
+        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
+        _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, M)
+    dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+    weight = gl.convert_layout(nothing.to(element), factor_layout)
+    ds = weight
+    for step in range(steps):
+        start = row_lo + step * M
+        at = before + step
+        q, do = q_ring.index(at % STAGES), do_ring.index(at % STAGES)
+        mbarrier.wait(rows_ready.index(at % STAGES), at // STAGES & 1)
+        score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
+        value = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
+        async_copy.wait_group(STAGES - 2)
+        # Waiting for weight and ds as well keeps them in their registers until the products that read them end.
+        dk, dv, x, dp, weight, ds = warpgroup_mma_wait(0, (dk, dv, score, value, weight, ds))
+        ahead, free = start + (STAGES - 1) * M, (at + STAGES - 1) % STAGES
+        announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
+        program_barrier()  # every warp is done with the stage before, and has its row values
+        load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
+        _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, M)
+        weight, ds = _weights_and_ds(
+            x, dp, key_scale, values_ring.index(at % STAGES), start, first_key, full_lo, full_hi, Lq, Lk, key_stop,
+            window, doc_start_ptr, doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT,
+            LOG_DEGREE, STEEP,
+        )  # fmt: skip
+        dv = warpgroup_mma(weight, do, dv, is_async=True)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dk, dv, weight, ds = warpgroup_mma_wait(0, (dk, dv, weight, ds))
+    async_copy.wait_group(0)
+    program_barrier()  # the next head refills the ring
+    return dk, dv
+
+
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
@@ -193,7 +260,6 @@ def key_gradient_kernel(
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])  # [N, M]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [N, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [N, M], left factor
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     element: gl.constexpr = do_ptr.dtype.element_ty
 
@@ -227,54 +293,11 @@ def key_gradient_kernel(
         q_tiles = tile_descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
         do_tiles = tile_descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
         row_values = rows_ptr + head * row_stride
-        for step in gl.static_range(STAGES - 1):
-            start = row_lo + step * BLOCK_M
-            stage = (before + step) % STAGES
-            fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
-            _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, BLOCK_M)
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        weight = gl.convert_layout(nothing.to(element), factor_layout)
-        ds = weight
-        for step in range(steps):
-            start = row_lo + step * BLOCK_M
-            at = before + step
-            q, do = q_ring.index(at % STAGES), do_ring.index(at % STAGES)
-            mbarrier.wait(rows_ready.index(at % STAGES), at // STAGES & 1)
-            score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
-            value = warpgroup_mma(v, do.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [N, M]
-            async_copy.wait_group(STAGES - 2)
-            # weights have to stay in their registers until the product is done, so they are waited for with it
-            dk, dv, x, dp, weight, ds = warpgroup_mma_wait(0, (dk, dv, score, value, weight, ds))
-            ahead, free = start + (STAGES - 1) * BLOCK_M, (at + STAGES - 1) % STAGES
-            announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
-            program_barrier()  # every warp is done with the stage before, and has its row values
-            load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
-            _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, BLOCK_M)
-            tile_values = values_ring.index(at % STAGES)
-            steep = _steep_block(tile_values, BLOCK_M) if STEEP else False
-            if (start < full_lo) | (start + BLOCK_M > full_hi):
-                weight, ds = _weights_and_ds(
-                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True,
-                    False,
-                )  # fmt: skip
-            elif steep:
-                weight, ds = _weights_and_ds(
-                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False,
-                    True,
-                )  # fmt: skip
-            else:
-                weight, ds = _weights_and_ds(
-                    x, dp, key_scale, tile_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                    doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False,
-                    False,
-                )  # fmt: skip
-            dv = warpgroup_mma(weight, do, dv, is_async=True)
-            dk = warpgroup_mma(ds, q, dk, is_async=True)
-        dk, dv, weight, ds = warpgroup_mma_wait(0, (dk, dv, weight, ds))
-        async_copy.wait_group(0)
-        program_barrier()  # the next head fills the ring again
+        dk, dv = _key_sums(
+            dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
+            values_ring, before, steps, row_lo, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
+            doc_stop_ptr, nothing, sum_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
+        )  # fmt: skip
         before += steps
     raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
     dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
@@ -303,11 +326,11 @@ def _gradient_terms(
         x = xs[i]
         if MASKED:
             keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
-            x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
-        w, sigma = root_and_sigmoid(x, slope, intercept, True, LOG_DEGREE, SHORT)
-        g = dps[i] * unit_scale - delta
-        if REWEIGHT:  # hidden keys have w = 0, but in flat rows, whose g is multiplied by slope = 0 in the end
-            g = g * power(w, P - 1)
+            x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
+        g, sigma = query_terms(
+            x, dps[i], slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
+        )  # fmt: skip
+        if REWEIGHT:
             g_lanes += lane_sum(g, M, N // 4)
         products = products + ((g * sigma).to(element),)
         sigmas = sigmas + (sigma.to(element),)
@@ -316,6 +339,66 @@ def _gradient_terms(
         _from_quarters(sigmas[0], sigmas[1], sigmas[2], sigmas[3], layout),
         g_lanes,
     )
+
+
+@gluon.jit
+def _query_sums(
+    q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
+    delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """sum g sigma k and sum sigma k [M, D] in sum_layout, and sum g [M]; values of rows are [M] in any layout."""
+    M: gl.constexpr = nothing.shape[0]
+    N: gl.constexpr = nothing.shape[1]
+    D: gl.constexpr = k_ring.shape[2]
+    element: gl.constexpr = k_ring.dtype
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    quarter = _quarters(nothing)[0]
+    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
+    g_lanes = lane_sum(quarter, M, N // 4)
+    slope = gl.convert_layout(slope, tile_row)[:, None]
+    intercept = gl.convert_layout(intercept, tile_row)[:, None]
+    unit_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
+    delta = gl.convert_layout(delta, tile_row)[:, None]
+    row_start = gl.convert_layout(row_start, tile_row)[:, None]
+    row_stop = gl.convert_layout(row_stop, tile_row)[:, None]
+    gk = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
+    sk = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
+    g_sigma = gl.convert_layout(nothing.to(element), factor_layout)
+    sigma = g_sigma
+    for step in range(steps):
+        start = key_lo + step * N
+        k, v = k_ring.index(step % STAGES), v_ring.index(step % STAGES)
+        mbarrier.wait(keys_ready.index(step % STAGES), step // STAGES & 1)
+        score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
+        value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
+        gk, sk, x, dp, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, score, value, g_sigma, sigma))
+        ahead, free = start + (STAGES - 1) * N, (step + STAGES - 1) % STAGES
+        announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
+        program_barrier()  # every warp is done with the stage before
+        load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
+        if (start < full_lo) | (start + N > full_hi):
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
+                factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
+            )  # fmt: skip
+        elif steep:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
+                factor_layout, P, REWEIGHT, LOG_DEGREE, False, True,
+            )  # fmt: skip
+        else:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
+                factor_layout, P, REWEIGHT, LOG_DEGREE, False, False,
+            )  # fmt: skip
+        gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
+        if REWEIGHT:
+            sk = warpgroup_mma(sigma, k, sk, is_async=True)
+        else:
+            sk = warpgroup_mma_init(sk)
+    gk, sk, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, g_sigma, sigma))
+    return gk, sk, gl.sum(g_lanes, 1)
 
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -347,7 +430,6 @@ def query_gradient_kernel(
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
     value_element: gl.constexpr = v_ptr.dtype.element_ty
@@ -363,7 +445,7 @@ def query_gradient_kernel(
     k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
     v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
-    # what each row sees and its numbers, [M], in the layout of whole rows
+    # What each row sees, and its values [M], in the layout of whole rows
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
@@ -381,74 +463,27 @@ def query_gradient_kernel(
     do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta = gl.sum(do_rows * o_rows, 1)  # [M]
-    # |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale
-    v_max = gl.load(v_max_ptr + b64 * Hkv + h_kv)
-    bound = gl.minimum(2.0 * gl.sum(gl.abs(do_rows), 1) * v_max, 1e37)
-    unit_scale = gl.where(bound > 1e-37, 1.0 / gl.where(bound > 1e-37, bound, 1.0), 0.0)
+    bound, unit_scale = gradient_scale(gl.sum(gl.abs(do_rows), 1), gl.load(v_max_ptr + b64 * Hkv + h_kv))
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
     steep = all_steep(slope, intercept, inside, P) if STEEP else False
-    quarter = _quarters(nothing)[0]
-    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-    g_lanes = lane_sum(quarter, BLOCK_M, BLOCK_N // 4)
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-    tile_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
-    tile_delta = gl.convert_layout(delta * unit_scale, tile_row)[:, None]
-    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
-    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    gk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    sk = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    q, do = q_ring.index(0), do_ring.index(0)
-    g_sigma = gl.convert_layout(nothing.to(key_element), factor_layout)
-    sigma = g_sigma
     mbarrier.wait(rows_ready.index(0), 0)
-    for step in range(steps):
-        start = key_lo + step * BLOCK_N
-        k, v = k_ring.index(step % STAGES), v_ring.index(step % STAGES)
-        mbarrier.wait(keys_ready.index(step % STAGES), step // STAGES & 1)
-        score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        gk, sk, x, dp, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, score, value, g_sigma, sigma))
-        ahead, free = start + (STAGES - 1) * BLOCK_N, (step + STAGES - 1) % STAGES
-        announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
-        program_barrier()  # every warp is done with the stage before
-        load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
-        if (start < full_lo) | (start + BLOCK_N > full_hi):
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
-                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
-            )  # fmt: skip
-        elif steep:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
-                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False, True,
-            )  # fmt: skip
-        else:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, tile_slope, tile_intercept, tile_scale, tile_delta, tile_start, tile_stop, start,
-                key_element, factor_layout, P, REWEIGHT, LOG_DEGREE, False, False,
-            )  # fmt: skip
-        gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
-        if REWEIGHT:
-            sk = warpgroup_mma(sigma, k, sk, is_async=True)
-        else:
-            sk = warpgroup_mma_init(sk)
-    gk, sk, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, g_sigma, sigma))
+    gk, sk, g_sum = _query_sums(
+        q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
+        full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, steep, nothing, sum_layout,
+        P, REWEIGHT, LOG_DEGREE, STAGES,
+    )  # fmt: skip
 
     n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
-    mean = gl.convert_layout(gl.sum(g_lanes, 1), row_layout)
-    mean = mean * gl.where(n > FIRST_ROWS, 1.0 / gl.maximum(n, 1.0), 0.0)
-    scale = score_scale(n, LOG_D)  # c_i log2(e)
-    kappa = 2.0 * P * slope * reciprocal(z) * bound  # undoes unit_scale
+    mean, scale, kappa = query_row_factors(gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P, LOG_D)
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
     raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     dq = unit_rows_backward(gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q)
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
-    exact_q, to_unit = exact_unit_rows(raw_q)  # unit_q has served: its rows take bfloat16 queries
+    exact_q, to_unit = exact_unit_rows(raw_q)  # bfloat16 queries replace the rows of unit_q, which is no longer needed
     exact_q_ptr = q_ptr.to(gl.pointer_type(value_element), bitcast=True)
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(

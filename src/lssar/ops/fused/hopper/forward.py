@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Forward, as forward.py of the folder above has it."""
+"""Forward in Gluon: what the Triton kernel of fused/forward.py computes, for half types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lssar.ops.fused.backward import reciprocal
 from lssar.ops.fused.hopper.memory import (
     announce,
     load_tile,
@@ -26,10 +25,13 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     ex2_neg_abs,
     head_and_block,
+    kahan_add,
+    keep_visible,
     lane_compound,
     lane_max,
     lane_sum,
     log2_1p,
+    reciprocal,
     visible_keys,
     weight_line,
 )
@@ -49,14 +51,14 @@ from lssar.ops.fused.steep import (
 
 @gluon.jit
 def _scores(q, ring, stage, HALF: gl.constexpr, N: gl.constexpr, nothing):
-    """q k^T of one half of a unit of keys, [M, N], under way."""
+    """Start q k^T of one half of a unit of keys, [M, N]; asynchronous."""
     keys = ring.index(stage).slice(HALF * N, N)
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _unit_of(turn, units):
-    """The passes over K follow one another: three at most."""
+    """The unit of keys of a turn: up to three passes over the units follow one another."""
     turn = gl.where(turn < units, turn, turn - units)
     return gl.where(turn < units, turn, turn - units)
 
@@ -71,7 +73,7 @@ def _half_statistics(x, excess, linear, largest, row_start, row_stop, start, ful
     N: gl.constexpr = x.shape[1]
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
-        x = gl.where((keys >= row_start) & (keys < row_stop), x, HIDDEN)
+        x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     part = lane_compound(ex2_neg_abs(x), M, N)
     excess = excess + part + excess * part
     return excess, linear + lane_sum(x + gl.abs(x), M, N), gl.maximum(largest, lane_max(x, M, N))
@@ -99,8 +101,157 @@ def _half_weights(
     weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
-        weight = gl.where((keys >= row_start) & (keys < row_stop), weight, 0.0)
+        weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
     return gl.convert_layout(weight.to(element), layout), z + lane_sum(weight, M, N)
+
+
+@gluon.jit
+def _start_loads(
+    q_tiles, q_ring, q_ready, first_row, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, key_turns,
+    N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start loading the tile of Q, the first units of K and the first tiles of V."""
+    announce(q_tiles, q_ready, 0, True)
+    for i in gl.static_range(STAGES1):
+        announce(k_tiles, k_ready, i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        announce(v_tiles, v_ready, i, i < 2 * units)
+    program_barrier()
+    load_tile(q_tiles, q_ring, q_ready, first_row, 0, True)
+    for i in gl.static_range(STAGES1):
+        load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(i, units) * (2 * N), i, i < key_turns)
+    for i in gl.static_range(STAGES):
+        load_tile(v_tiles, v_ring, v_ready, key_lo + i * N, i, i < 2 * units)
+
+
+@gluon.jit
+def _next_unit(
+    odd_scores, q, k_tiles, k_ring, k_ready, key_lo, units, turn, wanted, nothing, N: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Scores of the second half of a unit, once they are there, and the asynchronous ones of the next unit's first.
+
+    Between the two the unit's stage is refilled, if that is wanted.
+    """
+    stage, following = turn % STAGES, turn + 1
+    x_odd = warpgroup_mma_wait(0, (odd_scores,))
+    row = key_lo + _unit_of(turn + STAGES, units) * (2 * N)
+    announce(k_tiles, k_ready, stage, wanted)
+    program_barrier()  # every warp is done with this unit
+    load_tile(k_tiles, k_ring, k_ready, row, stage, wanted)
+    mbarrier.wait(k_ready.index(following % STAGES), following // STAGES & 1)
+    return x_odd, _scores(q, k_ring, following % STAGES, 0, N, nothing)
+
+
+@gluon.jit
+def _rough_pass(
+    x, q, k_tiles, k_ring, k_ready, key_lo, units, row_start, row_stop, full_lo, full_hi, nothing,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Pass 1 in half arithmetic: scores of the unit after the last, sums of 2a and largest x [M] of each row."""
+    N: gl.constexpr = x.shape[1]
+    pair_row: gl.constexpr = gl.SliceLayout(1, pairs_of(nothing).type.layout)
+    pair_start = gl.convert_layout(row_start, pair_row)[:, None]
+    pair_stop = gl.convert_layout(row_stop, pair_row)[:, None]
+    pair_lanes = lane_max_of_pairs(pairs_of(nothing))
+    total = pair_lanes.to(gl.float32)
+    largest = pair_lanes + HIDDEN_PAIR
+    for unit in range(units):
+        start = key_lo + unit * (2 * N)
+        odd_scores = _scores(q, k_ring, unit % STAGES, 1, N, nothing)
+        total, largest = _rough_statistics(x, total, largest, pair_start, pair_stop, start, full_lo, full_hi)
+        x_odd, even_scores = _next_unit(
+            odd_scores, q, k_tiles, k_ring, k_ready, key_lo, units, unit, True, nothing, N, STAGES
+        )
+        total, largest = _rough_statistics(x_odd, total, largest, pair_start, pair_stop, start + N, full_lo, full_hi)
+        x = warpgroup_mma_wait(0, (even_scores,))
+    max_left, max_right = left_and_right(largest)
+    return x, 2.0 * gl.sum(total, 1), gl.max(gl.maximum(max_left, max_right), 1)
+
+
+@gluon.jit
+def _exact_pass(
+    x, q, k_tiles, k_ring, k_ready, key_lo, units, turn, key_turns, row_start, row_stop, full_lo, full_hi, nothing,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Pass 1: scores of the unit after the last, sums of 2a and largest x [M] of each row."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    lanes = lane_sum(nothing, M, N)  # zeros [M, 4]
+    total, lost, largest = lanes, lanes, lanes + HIDDEN
+    for unit in range(units):
+        start = key_lo + unit * (2 * N)
+        odd_scores = _scores(q, k_ring, turn % STAGES, 1, N, nothing)
+        excess, linear, largest = _half_statistics(
+            x, lanes, lanes, largest, row_start, row_stop, start, full_lo, full_hi
+        )
+        x_odd, even_scores = _next_unit(
+            odd_scores, q, k_tiles, k_ring, k_ready, key_lo, units, turn, turn + STAGES < key_turns, nothing, N, STAGES
+        )
+        excess, linear, largest = _half_statistics(
+            x_odd, excess, linear, largest, row_start, row_stop, start + N, full_lo, full_hi
+        )
+        # compensated: a flat row must be flat to rounding at any length
+        total, lost = kahan_add(total, lost, 2.0 * log2_1p(excess, False) + linear)
+        x = warpgroup_mma_wait(0, (even_scores,))
+        turn += 1
+    return x, gl.sum(total - lost, 1), gl.max(largest, 1)
+
+
+@gluon.jit
+def _value_pass(
+    x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, steep,
+    row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
+    REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES1: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Pass 2: sums of weights times v [M, D] in sum_layout, and sums of weights [M]."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    element: gl.constexpr = v_ring.dtype
+    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
+    z = lane_sum(nothing, M, N)  # zeros [M, 4]
+    o = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
+    odd = gl.convert_layout(nothing.to(element), factor_layout)
+    for unit in range(units):
+        stage, following = turn % STAGES1, turn + 1
+        start = key_lo + unit * (2 * N)
+        tile = 2 * unit
+        odd_scores = _scores(q, k_ring, stage, 1, N, nothing)
+        even, z = _half_weights(
+            x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
+            P, REWEIGHT, LOG_DEGREE, STEEP,
+        )  # fmt: skip
+        # Waiting for the weights as well keeps them in their registers until the product that reads them ends.
+        o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
+        refill = turn + STAGES1
+        row = key_lo + _unit_of(refill, units) * (2 * N)
+        v_refill = tile - 1 + STAGES
+        v_wanted = (unit > 0) & (v_refill < 2 * units)
+        announce(k_tiles, k_ready, stage, refill < key_turns)
+        announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
+        program_barrier()  # every warp is done with this unit of K and the tile of V before
+        load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
+        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * N, v_refill % STAGES, v_wanted)
+        mbarrier.wait(v_ready.index(tile % STAGES), tile // STAGES & 1)
+        o = warpgroup_mma(even, v_ring.index(tile % STAGES), o, is_async=True)
+        # The scores after the last unit are not used: any stage will do, without waiting for it.
+        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
+        even_scores = _scores(q, k_ring, following % STAGES1, 0, N, nothing)
+        odd, z = _half_weights(
+            x_odd, z, slope, intercept, steep, row_start, row_stop, start + N, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
+        )  # fmt: skip
+        o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
+        v_refill = tile + STAGES
+        announce(v_tiles, v_ready, tile % STAGES, v_refill < 2 * units)
+        program_barrier()  # every warp is done with this tile of V
+        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * N, tile % STAGES, v_refill < 2 * units)
+        mbarrier.wait(v_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1)
+        o = warpgroup_mma(odd, v_ring.index((tile + 1) % STAGES), o, is_async=True)
+        turn += 1
+    o, odd = warpgroup_mma_wait(0, (o, odd))
+    return o, gl.sum(z, 1)
 
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -113,10 +264,10 @@ def forward_kernel(
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, CACHE: gl.constexpr, TMA: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As forward.forward_kernel for half types: keys in units of 2 BLOCK_N, a half of it at a time.
+    """As forward.forward_kernel, for half types: keys in units of 2 BLOCK_N, a half of it at a time.
 
-    While the arithmetic of one half runs, the scores of the next half and the product with V of the half before are
-    under way. K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
+    The arithmetic of one half overlaps with the scores of the next half and the product with V of the half before.
+    K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
     """
     blocks = gl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
@@ -131,16 +282,14 @@ def forward_kernel(
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
     tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
-    element: gl.constexpr = v_ptr.dtype.element_ty
 
     UNIT: gl.constexpr = 2 * BLOCK_N
     q_ring = tile_ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
     k_ring = tile_ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
-    v_ring = tile_ring(element, STAGES, BLOCK_N, D)
+    v_ring = tile_ring(v_ptr.dtype.element_ty, STAGES, BLOCK_N, D)
     q_ready, k_ready, v_ready = tile_barriers(1), tile_barriers(STAGES1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
@@ -155,19 +304,11 @@ def forward_kernel(
     full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
     units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
     key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
-    announce(q_tiles, q_ready, 0, True)
-    for i in gl.static_range(STAGES1):
-        announce(k_tiles, k_ready, i, i < key_turns)
-    for i in gl.static_range(STAGES):
-        announce(v_tiles, v_ready, i, i < 2 * units)
-    program_barrier()
-    load_tile(q_tiles, q_ring, q_ready, first_row, 0, True)
-    for i in gl.static_range(STAGES1):
-        load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(i, units) * UNIT, i, i < key_turns)
-    for i in gl.static_range(STAGES):
-        load_tile(v_tiles, v_ring, v_ready, key_lo + i * BLOCK_N, i, i < 2 * units)
+    _start_loads(
+        q_tiles, q_ring, q_ready, first_row, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units,
+        key_turns, BLOCK_N, STAGES1, STAGES,
+    )  # fmt: skip
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    lanes = lane_sum(nothing, BLOCK_M, BLOCK_N)  # zeros [M, 4]
     tile_start = gl.convert_layout(row_start, tile_row)[:, None]
     tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
     n = (row_stop - row_start).to(gl.float32)
@@ -178,121 +319,38 @@ def forward_kernel(
     turn = 0  # the unit of x, of key_turns
     slope = gl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
-    steep = units < 0 if STEEP else False  # not yet
+    steep = units < 0 if STEEP else False  # not known yet
     if STEEP:  # noqa: SIM102 (decided when compiling)
-        if units >= STAGES1:  # with fewer, units of a third pass would be under way before it is known to be wanted
-            pair_row: gl.constexpr = gl.SliceLayout(1, pairs_of(nothing).type.layout)
-            pair_start = gl.convert_layout(row_start, pair_row)[:, None]
-            pair_stop = gl.convert_layout(row_stop, pair_row)[:, None]
-            pair_lanes = lane_max_of_pairs(pairs_of(nothing))
-            rough_total = pair_lanes.to(gl.float32)
-            rough_largest = pair_lanes + HIDDEN_PAIR
-            for unit in range(units):
-                stage, following = turn % STAGES1, turn + 1
-                start = key_lo + unit * UNIT
-                odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
-                rough_total, rough_largest = _rough_statistics(
-                    x, rough_total, rough_largest, pair_start, pair_stop, start, full_lo, full_hi
-                )
-                x_odd = warpgroup_mma_wait(0, (odd_scores,))
-                refill = turn + STAGES1
-                announce(k_tiles, k_ready, stage, True)
-                program_barrier()  # every warp is done with this unit
-                load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(refill, units) * UNIT, stage, True)
-                mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
-                even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
-                rough_total, rough_largest = _rough_statistics(
-                    x_odd, rough_total, rough_largest, pair_start, pair_stop, start + BLOCK_N, full_lo, full_hi
-                )
-                x = warpgroup_mma_wait(0, (even_scores,))
-                turn += 1
-            max_left, max_right = left_and_right(rough_largest)
+        if units >= STAGES1:  # with fewer, loads for a third pass would start before it is known to be needed
+            x, total, x_max = _rough_pass(
+                x, q, k_tiles, k_ring, k_ready, key_lo, units, row_start, row_stop, full_lo, full_hi, nothing, STAGES1
+            )
+            turn += units
             slope, intercept = weight_line(
-                gl.convert_layout(2.0 * gl.sum(rough_total, 1), row_layout),
-                gl.convert_layout(gl.max(gl.maximum(max_left, max_right), 1), row_layout),
-                n, P, LOG_D, LOG_DEGREE,
-            )  # fmt: skip
+                gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n, P, LOG_D, LOG_DEGREE
+            )
             steep = all_steep(slope, intercept, rows < Lq, P)
             key_turns = units * gl.where(steep, 2, 3)
     if REWEIGHT and (not steep):
-        total, lost, largest = lanes, lanes, lanes + HIDDEN
-        for unit in range(units):
-            stage, following = turn % STAGES1, turn + 1
-            start = key_lo + unit * UNIT
-            odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
-            excess, linear, largest = _half_statistics(
-                x, lanes, lanes, largest, tile_start, tile_stop, start, full_lo, full_hi
-            )
-            x_odd = warpgroup_mma_wait(0, (odd_scores,))
-            refill = turn + STAGES1
-            row = key_lo + _unit_of(refill, units) * UNIT
-            announce(k_tiles, k_ready, stage, refill < key_turns)
-            program_barrier()  # every warp is done with this unit
-            load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
-            mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1)
-            even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
-            excess, linear, largest = _half_statistics(
-                x_odd, excess, linear, largest, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi
-            )
-            part = 2.0 * log2_1p(excess, False) + linear - lost  # Kahan: a flat row must be flat at any length
-            new_total = total + part
-            lost = (new_total - total) - part
-            total = new_total
-            x = warpgroup_mma_wait(0, (even_scores,))
-            turn += 1
-        total = gl.convert_layout(gl.sum(total - lost, 1), row_layout)
-        x_max = gl.convert_layout(gl.max(largest, 1), row_layout)
-        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-
-    z = lanes
-    o = warpgroup_mma_init(gl.zeros([BLOCK_M, D], gl.float32, sum_layout))
-    odd = gl.convert_layout(nothing.to(element), factor_layout)
-    for unit in range(units):
-        stage, following = turn % STAGES1, turn + 1
-        start = key_lo + unit * UNIT
-        tile = 2 * unit
-        odd_scores = _scores(q, k_ring, stage, 1, BLOCK_N, nothing)
-        even, z = _half_weights(
-            x, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start, full_lo, full_hi, element,
-            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
+        x, total, x_max = _exact_pass(
+            x, q, k_tiles, k_ring, k_ready, key_lo, units, turn, key_turns, tile_start, tile_stop, full_lo, full_hi,
+            nothing, STAGES1,
         )  # fmt: skip
-        # weights have to stay in their registers until the product is done, so they are waited for with it
-        o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
-        refill = turn + STAGES1
-        row = key_lo + _unit_of(refill, units) * UNIT
-        v_refill = tile - 1 + STAGES
-        v_wanted = (unit > 0) & (v_refill < 2 * units)
-        announce(k_tiles, k_ready, stage, refill < key_turns)
-        announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
-        program_barrier()  # every warp is done with this unit of K and the tile of V before
-        load_tile(k_tiles, k_ring, k_ready, row, stage, refill < key_turns)
-        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, v_refill % STAGES, v_wanted)
-        mbarrier.wait(v_ready.index(tile % STAGES), tile // STAGES & 1)
-        o = warpgroup_mma(even, v_ring.index(tile % STAGES), o, is_async=True)
-        # after the last unit come nobody's scores: any stage will do, unwaited
-        mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
-        even_scores = _scores(q, k_ring, following % STAGES1, 0, BLOCK_N, nothing)
-        odd, z = _half_weights(
-            x_odd, z, tile_slope, tile_intercept, steep, tile_start, tile_stop, start + BLOCK_N, full_lo, full_hi,
-            element, factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
-        )  # fmt: skip
-        o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
-        v_refill = tile + STAGES
-        announce(v_tiles, v_ready, tile % STAGES, v_refill < 2 * units)
-        program_barrier()  # every warp is done with this tile of V
-        load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * BLOCK_N, tile % STAGES, v_refill < 2 * units)
-        mbarrier.wait(v_ready.index((tile + 1) % STAGES), (tile + 1) // STAGES & 1)
-        o = warpgroup_mma(odd, v_ring.index((tile + 1) % STAGES), o, is_async=True)
-        turn += 1
-    o, odd = warpgroup_mma_wait(0, (o, odd))
+        turn += units
+        slope, intercept = weight_line(
+            gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n, P, LOG_D, LOG_DEGREE
+        )
+    o, z = _value_pass(
+        x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns,
+        gl.convert_layout(slope, tile_row)[:, None], gl.convert_layout(intercept, tile_row)[:, None], steep,
+        tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
+        D, P, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
+    )  # fmt: skip
 
-    z_row = gl.sum(z, 1)
-    to_mean = gl.convert_layout(reciprocal(z_row), gl.SliceLayout(1, sum_layout))
+    to_mean = gl.convert_layout(reciprocal(z), gl.SliceLayout(1, sum_layout))
     o = gl.convert_layout(o * to_mean[:, None], load_layout)
     store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
     at = head.to(gl.int64) * row_stride + rows
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at, gl.convert_layout(z_row, row_layout), mask=rows < Lq)
+    gl.store(z_ptr + at, gl.convert_layout(z, row_layout), mask=rows < Lq)

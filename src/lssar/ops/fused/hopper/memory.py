@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Rings of shared memory, the barriers that tell when their tiles have come, and rows from and to device memory."""
+"""Rings of tiles in shared memory with their barriers, and loads and stores of rows in device memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from lssar.ops.fused.primitives import saturate
 
-# Gluon is young: names as Triton 3.6 has them, and as later ones do
+# These names changed after Triton 3.6.
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -40,9 +40,10 @@ def tile_descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def announce(tiles, barriers, stage, wanted):
-    """Say that a tile will come; apart from `_load`, so that a barrier of the whole program can stand between them.
+    """Make the stage's barrier expect a tile. Apart from load_tile, so that a program barrier can come between the two.
 
-    It may be said as soon as the tile before has come: the turn does not end until the new one is there."""
+    It may be called as soon as the stage's last tile has arrived: the new phase ends only when the new tile does.
+    """
     mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
 
 
@@ -65,7 +66,7 @@ def load_pair(a, a_ring, b, b_ring, barriers, row, stage, wanted):
 
 @gluon.jit
 def fetch_pair(a, a_ring, b, b_ring, barriers, start, stage, pred):
-    """Ask for the tiles of a and b that begin at row start; their barrier tells when both are there."""
+    """Start loading the tiles of a and b from row start on; one barrier waits for both."""
     announce_pair(a, b, barriers, stage, pred)
     load_pair(a, a_ring, b, b_ring, barriers, start, stage, pred)
 
