@@ -16,6 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_lab import error
 
+CALL = (None, 15.0, None, None, None)
+"""Arguments of `decode` after the tensors: no gain, p, whole cache, not paged."""
+
 
 def decode_inputs(batch, heads, kv_heads, length, d):
     from lssar.benchmark import Case
@@ -94,7 +97,7 @@ def norms(
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         unit = F.normalize(k.float(), dim=-1).bfloat16()
         cudnn = cudnn_decode(q, k, v)
-        expected = module.decode(q, k, v, 15.0, None, None, 0.0, norms="fast")
+        expected = module.decode(q, k, v, *CALL, 0.0, norms="fast")
         half, twice = (max(1, n * 132 // (batch * kv_heads)) for n in (2, 8))  # of four programs a multiprocessor
         settings = {
             "unit": (unit, {"unit_keys": True}),
@@ -108,7 +111,7 @@ def norms(
         }
         shown = [f"cudnn {cudnn * 1e3:.1f}"]
         for name, (keys, how) in settings.items():
-            run = partial(module.decode, q, keys, v, 15.0, None, None, 2**-10, **how)
+            run = partial(module.decode, q, keys, v, *CALL, 2**-10, **how)
             off = float((run() - expected).float().norm() / expected.float().norm())
             time = do_bench_cudagraph(run, rep=25, return_mode="median")
             shown.append(f"{name} {time * 1e3:.1f} {time / cudnn:.2f}x ({off:.0e})")
@@ -126,13 +129,14 @@ def sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16,
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         k = F.normalize(k.float(), dim=-1).bfloat16()
         cudnn = cudnn_decode(q, k, v)
-        expected = module.decode(q, k, v, 15.0, None, None, 0.0)
+        expected = module.decode(q, k, v, *CALL, 0.0)
         times = []
         for block, warps, stages in settings:
             for programs in (8, 16, 32):
                 for unit in (False, True):
                     splits = max(1, programs * 132 // (batch * kv_heads))
-                    run = partial(module.decode, q, k, v, 15.0, None, None, 2**-10, unit, block, splits, warps, stages)
+                    how = {"block": block, "splits": splits, "warps": warps, "stages": stages}
+                    run = partial(module.decode, q, k, v, *CALL, 2**-10, unit, **how)
                     off = float((run() - expected).float().norm() / expected.float().norm())
                     time = do_bench_cudagraph(run, rep=15, return_mode="median")
                     times.append((round(time * 1e3, 1), unit, block, warps, stages, programs, f"off {off:.1e}"))
@@ -140,7 +144,7 @@ def sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16,
         print("us, unit keys, block, warps, stages, programs")
         for unit in (False, True):
             print("\n".join(str(t) for t in sorted(t for t in times if t[1] == unit)[:6]), flush=True)
-        profile_once(partial(module.decode, q, k, v, 15.0, None, None, 2**-10, True))
+        profile_once(partial(module.decode, q, k, v, *CALL, 2**-10, True))
 
 
 def profile_once(run):
@@ -182,7 +186,7 @@ def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 
             for kernel, spy in spies.items():
                 setattr(module, kernel, spy)
             try:
-                run = partial(module.decode, q, keys, v, 15.0, None, None, 2**-10, ahead=False, warps=warps, **how)
+                run = partial(module.decode, q, keys, v, *CALL, 2**-10, ahead=False, warps=warps, **how)
                 print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {kind}, {warps} warps:", flush=True)
                 profile_once(run)
             finally:

@@ -93,13 +93,14 @@ def _compile(job):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     started = time.time()
     choose(kernel, d, text)
-    from lssar.ops.fused.op import _backward, _forward
+    from lssar.ops.fused.op import run_backward, run_forward
+    from lssar.ops.fused.tune import OPTIONS
 
     q, k, v, do = inputs(d, 2, 256)
     try:
-        o, rows = _forward(q, k, v, 15.0, True, None, None, None)
+        o, rows = run_forward(q, k, v, *OPTIONS)
         if not kernel.startswith("forward"):
-            _backward(q, k, v, o, do, rows, 15.0, True, None, None, None)
+            run_backward(q, k, v, o, do, rows, *OPTIONS)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:200]}"

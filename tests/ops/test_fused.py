@@ -187,9 +187,11 @@ def test_operators_are_what_pytorch_expects(p):
     from lssar.ops.fused.op import forward_op
 
     q, k, v, _ = (x.requires_grad_() for x in tensors(Lq=128, D=16))  # rows are padded to that, with anything
-    torch.library.opcheck(forward_op, (q, k, v, p, True, None, None, None))
+    gain = torch.ones(2, device=DEVICE, requires_grad=True)
+    for options in ((None, p, None), (gain, None, p if p is None else torch.tensor(p))):
+        torch.library.opcheck(forward_op, (q, k, v, *options, True, None, None, None))
     row = [x.detach() for x in (q[:, :, -1:], k, v)]
-    torch.library.opcheck(decode_op, (*row, p, None, None, 0.0, False))
+    torch.library.opcheck(decode_op, (*row, None, p, None, None, None, 0.0, False))
 
 
 def test_why_not():

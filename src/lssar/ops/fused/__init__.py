@@ -72,28 +72,59 @@ def why_not(
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, p: float | None, causal: bool, cu_seqlens: Tensor | None = None,
-    key_lengths: Tensor | None = None, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, p: float | Tensor | None, gain: Tensor | None = None, causal: bool,
+    cu_seqlens: Tensor | None = None, key_lengths: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """LSSA (p None) or LSSAR (p >= 1), differentiable. q (B, Hq, Lq, D), k, v (B, Hkv, Lk, D), last stride 1.
 
+    p: a number, or a float tensor of no dimensions on the CPU: torch.compile makes a number a constant of the graph and
+    a tensor an input, which can change without compiling again.
+    gain: (Hq,), multiplies the scores of each query head; differentiable. For half types the score scale of a row times
+    the gain is limited to 32768.
     Masks as `lssar.attention` documents them. The result has the layout of q in memory.
     """
     from lssar.ops.fused.op import forward_op
 
-    return forward_op(q, k, v, p, causal, cu_seqlens, key_lengths, window)[0]
+    return forward_op(q, k, v, _checked_gain(gain, q), *_power(p), causal, cu_seqlens, key_lengths, window)[0]
 
 
 def activation_attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, causal: bool, cu_seqlens: Tensor | None = None,
-    key_lengths: Tensor | None = None, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, p: float | Tensor | None = None, gain: Tensor | None = None,
+    causal: bool, cu_seqlens: Tensor | None = None, key_lengths: Tensor | None = None, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """A mechanism for which `is_activation` holds, differentiable; a learned scale is in q already."""
+    """A mechanism for which `is_activation` holds, differentiable.
+
+    p: replaces the power of the spec; gain: multiplies the scores of each query head; both as in fused_attention.
+    """
     from lssar.ops.fused.activation_op import forward_op
 
+    dtype = q.dtype  # CUDA's autocast divides in float32
     bring = unit if spec.cosine else in_range
-    q, k = bring(q).to(q.dtype), bring(k).to(k.dtype)  # CUDA's autocast divides in float32
-    return forward_op(q, k, v, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
+    q, k = bring(q), bring(k).to(dtype)
+    if gain is not None:
+        q = q * _checked_gain(gain, q)[:, None, None]
+    return forward_op(q.to(dtype), k, v, spec.literal, *_power(p), causal, cu_seqlens, key_lengths, window)[0]
+
+
+def _power(p: float | Tensor | None) -> tuple[float | None, Tensor | None]:
+    """p as the arguments p and p_tensor of an operator."""
+    if not isinstance(p, Tensor):
+        return p, None
+    if p.dim() != 0 or p.device.type != "cpu" or not p.is_floating_point() or p.requires_grad:
+        raise ValueError(
+            f"p must be a number or a float tensor of no dimensions on the CPU, without gradient; got {p.dtype} "
+            f"{tuple(p.shape)} on {p.device}, requires_grad={p.requires_grad}"
+        )
+    return None, p
+
+
+def _checked_gain(gain: Tensor | None, q: Tensor) -> Tensor | None:
+    if gain is not None and (gain.shape != (q.shape[1],) or gain.device != q.device):
+        raise ValueError(
+            f"gain must have shape ({q.shape[1]},), one value a query head, on {q.device}; got {tuple(gain.shape)} on "
+            f"{gain.device}"
+        )
+    return gain
 
 
 FEW_ROWS = 16
@@ -111,11 +142,13 @@ def is_decoding(
 
 
 def fused_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, p: float | None, lengths: Tensor | None = None,
-    block_table: Tensor | None = None, tolerance: float = 2.0**-10, unit_keys: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, p: float | Tensor | None, gain: Tensor | None = None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None, tolerance: float = 2.0**-10,
+    unit_keys: bool = False,
 ) -> Tensor:  # fmt: skip
     """The last Lq rows of a causal LSSA or LSSAR against a cache; for a few rows, as in token-by-token generation.
 
+    p, gain: as in fused_attention.
     q (B, Hq, Lq, D). Cache: (B, Hkv, L, D), or pages (num_blocks, block_size, Hkv, D) with block_table (B, max_blocks).
     lengths (B,), int: keys in each row of the batch, the Lq queries' own included; None: the whole cache.
     tolerance: values of keys whose weights together are below this share of the row's largest weight may be left
@@ -125,4 +158,6 @@ def fused_decode(
     """
     from lssar.ops.fused.decode import decode_op
 
-    return decode_op(q, k_cache, v_cache, p, lengths, block_table, tolerance, unit_keys)
+    return decode_op(
+        q, k_cache, v_cache, _checked_gain(gain, q), *_power(p), lengths, block_table, tolerance, unit_keys
+    )

@@ -10,34 +10,44 @@ import torch
 from torch import Tensor
 
 from lssar.ops.fused import activations
-from lssar.ops.fused.autograd import differentiable
+from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.op import what_rows_see
+from lssar.ops.fused.op import power_arguments, power_value, visibility_arguments
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
-from lssar.ops.numerics import scale_factor, whole
+from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
 
 @lru_cache(maxsize=256)
-def _mechanism(literal: str, d: int) -> dict[str, Any]:
+def _mechanism(literal: str, d: int) -> tuple[dict[str, Any], float | None]:
+    """Constants of the kernels for a mechanism, and its power."""
     spec = AttentionSpec.from_literal(literal)
-    return {
+    constants = {
         "ACTIVATION": spec.activation, "DIVISOR": spec.divisor, "SIGN": -1.0 if spec.negate else 1.0,
         "SCALE": scale_factor(d, spec), "LOG_N": spec.log_n, "BIAS": spec.bias, "LENGTH": float(spec.train_length),
         "LOG_LENGTH": math.log(spec.train_length), "GAMMA": float(spec.gamma), "COSINE": spec.cosine,
-        "P": 0 if spec.p is None else whole(spec.p),  # 0: no re-weighting
         "D": d, "BLOCK_D": max(16, power_of_two(d)),
     }  # fmt: skip
+    return constants, spec.p
 
 
 def _arguments(
-    q: Tensor, k: Tensor, spec: str, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
-    window: int | None,
+    q: Tensor, k: Tensor, spec: str, p: float | None, p_tensor: Tensor | None, causal: bool, cu_seqlens: Tensor | None,
+    key_lengths: Tensor | None, window: int | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """What all three kernels take last: shapes and what rows see, and constants."""
-    seen, kind = what_rows_see(q, k.shape[2], causal, cu_seqlens, key_lengths, window)
-    dot = "ieee" if q.dtype == torch.float32 else "tf32"
-    return (q.shape[1], k.shape[1], *seen), {**_mechanism(spec, q.shape[-1]), **kind, "DOT": dot}
+    """The last arguments of all three kernels (heads, power, what rows see) and their constants.
+
+    p or p_tensor, if given, replaces the power of the mechanism.
+    """
+    seen, kind = visibility_arguments(q, k.shape[2], causal, cu_seqlens, key_lengths, window)
+    mechanism, own_power = _mechanism(spec, q.shape[-1])
+    power = power_value(own_power if p is None else p, p_tensor)
+    constant_power, exponent = power_arguments(power)
+    constants = {
+        **mechanism, **kind, "REWEIGHT": power is not None, "P": constant_power,
+        "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    return (q.shape[1], k.shape[1], exponent, *seen), constants
 
 
 def _launch(name: str, q: Tensor, run: Any) -> None:
@@ -49,8 +59,8 @@ def _launch(name: str, q: Tensor, run: Any) -> None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: str, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, spec: str, p: float | None, p_tensor: Tensor | None, causal: bool,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, L, _ = q.shape
     o = torch.empty_like(q)
@@ -59,7 +69,7 @@ def _forward(
         return o, rows
     if k.shape[2] == 0:
         return o.zero_(), rows
-    shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
+    shapes, constants = _arguments(q, k, spec, p, p_tensor, causal, cu_seqlens, key_lengths, window)
 
     arguments = (
         q, k, v, o, rows, rows.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
@@ -73,8 +83,8 @@ def _forward(
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, spec: str, causal: bool,
-    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, spec: str, p: float | None,
+    p_tensor: Tensor | None, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
@@ -83,7 +93,7 @@ def _backward(
         do = do.contiguous()
     delta = (do.float() * o.float()).sum(-1)
     mean = torch.empty_like(delta)
-    shapes, constants = _arguments(q, k, spec, causal, cu_seqlens, key_lengths, window)
+    shapes, constants = _arguments(q, k, spec, p, p_tensor, causal, cu_seqlens, key_lengths, window)
     read = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
     B, H, L, _ = q.shape
 
@@ -104,8 +114,10 @@ def _backward(
     return dq, dk, dv
 
 
-def _rows_of(q: Tensor) -> Tensor:
+def _empty_rows(q: Tensor) -> Tensor:
     return q.new_empty((4, *q.shape[:3]), dtype=torch.float32)
 
 
-forward_op = differentiable("activation", "str spec", _forward, _backward, _rows_of)
+forward_op = differentiable(
+    "activation", f"str spec, float? p, Tensor? p_tensor, {VISIBILITY}", _forward, _backward, _empty_rows
+)

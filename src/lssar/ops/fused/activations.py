@@ -1,9 +1,10 @@
 """Forward and backward of any activation phi under l1 or a fixed divisor, and of its re-weighting.
 
-That is every mechanism but re-centring. Without re-weighting one pass over the keys is enough: an l1 sum divides the
-output in the end, as in softmax, and exp without l1 gives back what its scores were lowered by. With it (P > 0) a first
-pass gives each row's sum and largest activation, and weights are max(slope a + intercept, 0)^P, as in forward.py.
-Scores are s = factor_i q.k + bias_i with row numbers that depend on the count n_i of visible keys alone.
+That is every mechanism except re-centring. Without re-weighting one pass over the keys is enough: the output is divided
+by the l1 sum at the end, as in softmax, and for exp without l1 it is multiplied by the exponential of the shift. With
+re-weighting a first pass gives each row's sum and largest activation, and weights are max(slope a + intercept, 0)^P, as
+in forward.py. P is a constant if it is an integer, else 0, and `exponent` holds the power.
+Scores are s = factor_i q.k + bias_i, with factors and biases that depend only on the number n_i of visible keys.
 """
 
 from __future__ import annotations
@@ -192,14 +193,14 @@ def _row_statistics(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, exponent, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
-    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
+    REWEIGHT: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output, and four numbers a row: what weights are multiplied by, what exp is shifted by, slope and intercept."""
+    """Output, and four values of each row: factor of the weights, shift of exp, slope and intercept."""
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
     first_row = (blocks - 1 - block) * BLOCK_M
@@ -226,7 +227,7 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)  # of what is normalised: activations, or re-weighted ones
     shift = tl.full([BLOCK_M], HIDDEN, tl.float32)
     slope, intercept = total, total
-    if P > 0:
+    if REWEIGHT:
         sums, a_max, s_max = _row_statistics(
             q, k_ptr, k_stride_l, lo, hi, row_start, row_stop, key_stop, factor, bias, columns,
             ACTIVATION, D, BLOCK_M, BLOCK_N, DOT, STAGES,
@@ -242,13 +243,13 @@ def forward_kernel(
         if ACTIVATION == "exp":
             if masked:
                 s = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), s, HIDDEN)
-            if P == 0:
+            if not REWEIGHT:
                 higher = tl.maximum(shift, tl.max(s, 1))
                 shrink = tl.exp(shift - higher)
                 o, total, shift = o * shrink[:, None], total * shrink, higher
         a = activate(s, shift[:, None], ACTIVATION)
-        if P > 0:
-            a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P)
+        if REWEIGHT:
+            a = power(tl.maximum(a * slope[:, None] + intercept[:, None], 0.0), P if P > 0 else exponent)
         if masked:
             a = tl.where((keys >= row_start[:, None]) & (keys < row_stop[:, None]), a, 0.0)
         weight = saturate(a, v.dtype)
@@ -265,20 +266,20 @@ def forward_kernel(
     tl.store(at, inverse, mask=rows < Lq)
     if ACTIVATION == "exp":
         tl.store(at + row_plane, shift, mask=rows < Lq)
-    if P > 0:
+    if REWEIGHT:
         tl.store(at + 2 * row_plane, slope, mask=rows < Lq)
         tl.store(at + 3 * row_plane, intercept, mask=rows < Lq)
 
 
 @triton.jit
-def _load_row_numbers(at, row_plane, inside, ACTIVATION: tl.constexpr, P: tl.constexpr):
-    """inverse, shift, slope, intercept [M, 1], zeros for rows past the last; those that play no part are inverse."""
+def _load_row_numbers(at, row_plane, inside, ACTIVATION: tl.constexpr, REWEIGHT: tl.constexpr):
+    """inverse, shift, slope, intercept [M, 1], zeros for rows past the last; those not needed are copies of inverse."""
     row_plane = tl.cast(row_plane, tl.int64)
     inverse = tl.load(at, mask=inside, other=0.0)
     shift, slope, intercept = inverse, inverse, inverse
     if ACTIVATION == "exp":
         shift = tl.load(at + row_plane, mask=inside, other=0.0)
-    if P > 0:
+    if REWEIGHT:
         slope = tl.load(at + 2 * row_plane, mask=inside, other=0.0)
         intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)
     return inverse[:, None], shift[:, None], slope[:, None], intercept[:, None]
@@ -286,15 +287,15 @@ def _load_row_numbers(at, row_plane, inside, ACTIVATION: tl.constexpr, P: tl.con
 
 @triton.jit
 def _inverse_of_gradients(inverse, row_start, row_stop, DIVISOR: tl.constexpr):
-    """inverse, but 0 where one key is alone under l1: its weight is 1 or -1 whatever its score, and the difference of
-    two sums that its gradient would be is their roundings, over an activation that may be tiny."""
+    """inverse, but 0 for rows with one key under l1: the weight is 1 or -1 whatever the score. Its computed gradient
+    would be the rounding error of a difference of equal sums, divided by an activation that may be tiny."""
     return tl.where(row_stop - row_start > 1, inverse, 0.0) if DIVISOR == "l1" else inverse
 
 
 @triton.jit
 def _terms(
     qk, dp, factor, bias, inverse, shift, slope, intercept, delta, row_start, row_stop, keys, masked,
-    ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, P: tl.constexpr,
+    P, ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, REWEIGHT: tl.constexpr,
 ):  # fmt: skip
     """From products q.k and dO.v [M, N], row numbers [M, 1]: weights; g; phi'; sign(a).
 
@@ -308,7 +309,7 @@ def _terms(
     a = activate(s, shift, ACTIVATION)
     phi = slope_of(s, a, ACTIVATION)
     sign = _sign(a)
-    if P > 0:
+    if REWEIGHT:
         z = tl.maximum(a * slope + intercept, 0.0)
         y = power(z, P - 1)
         weight = y * z * inverse
@@ -330,10 +331,10 @@ def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, rows_ptr, delta_ptr, mean_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, exponent, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
-    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
+    REWEIGHT: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -360,7 +361,7 @@ def query_gradient_kernel(
     factor, bias = row_numbers(n, SCALE, LOG_N, BIAS, LOG_LENGTH)
     full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
     at = head.to(tl.int64) * Lq + rows
-    inverse, shift, slope, intercept = _load_row_numbers(rows_ptr + at, row_plane, rows < Lq, ACTIVATION, P)
+    inverse, shift, slope, intercept = _load_row_numbers(rows_ptr + at, row_plane, rows < Lq, ACTIVATION, REWEIGHT)
     delta = tl.load(delta_ptr + at, mask=rows < Lq, other=0.0)
     q = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
@@ -374,16 +375,17 @@ def query_gradient_kernel(
         masked = (start < full_lo) | (start + BLOCK_N > full_hi)
         _, g, phi, sign = _terms(
             qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
-            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked, ACTIVATION, DIVISOR, P,
+            row_start[:, None], row_stop[:, None], (start + offsets)[None, :], masked,
+            P if P > 0 else exponent, ACTIVATION, DIVISOR, REWEIGHT,
         )  # fmt: skip
         dq = dot(saturate(g * phi, k.dtype), k, dq, PRECISION=DOT)
-        if P > 0:
+        if REWEIGHT:
             sign_k = dot(saturate(sign * phi, k.dtype), k, sign_k, PRECISION=DOT)
             g_sum += tl.sum(g, 1)
-    if P > 0:
+    if REWEIGHT:
         mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
         moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
-        dq = (dq - sign_k * mean[:, None]) * (P * slope * moving)
+        dq = (dq - sign_k * mean[:, None]) * ((P if P > 0 else exponent) * slope * moving)
         tl.store(mean_ptr + at, mean, mask=rows < Lq)
     store_tile(dq_ptr, dq * factor[:, None], first_row, Lq, dq_stride_l, row_offsets, columns, D)
 
@@ -393,10 +395,10 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, rows_ptr, delta_ptr, mean_ptr, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, exponent, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     ACTIVATION: tl.constexpr, DIVISOR: tl.constexpr, SIGN: tl.constexpr, SCALE: tl.constexpr, LOG_N: tl.constexpr,
-    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr, P: tl.constexpr,
-    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BIAS: tl.constexpr, LENGTH: tl.constexpr, LOG_LENGTH: tl.constexpr, GAMMA: tl.constexpr,
+    REWEIGHT: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DOT: tl.constexpr,
     CACHE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -435,7 +437,7 @@ def key_gradient_kernel(
             q = load_tile(q_head, start, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
             do = load_tile(do_head, start, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
             inverse, shift, slope, intercept = _load_row_numbers(
-                rows_ptr + row_at + rows, row_plane, inside, ACTIVATION, P
+                rows_ptr + row_at + rows, row_plane, inside, ACTIVATION, REWEIGHT
             )  # rows past the last have no weight
             delta = tl.load(delta_ptr + row_at + rows, mask=inside, other=0.0)
             row_start, row_stop = visible_keys(
@@ -446,12 +448,13 @@ def key_gradient_kernel(
             masked = (start < full_lo) | (start + BLOCK_M > full_hi)
             weight, g, phi, sign = _terms(
                 qk, dp, factor[:, None], bias[:, None], inverse, shift, slope, intercept, delta[:, None],
-                row_start[:, None], row_stop[:, None], keys, masked, ACTIVATION, DIVISOR, P,
+                row_start[:, None], row_stop[:, None], keys, masked, P if P > 0 else exponent,
+                ACTIVATION, DIVISOR, REWEIGHT,
             )  # fmt: skip
-            if P > 0:
+            if REWEIGHT:
                 mean = tl.load(mean_ptr + row_at + rows, mask=inside, other=0.0)
                 moving = _inverse_of_gradients(inverse, row_start[:, None], row_stop[:, None], DIVISOR)
-                g = (g - mean[:, None] * sign) * (P * slope * moving)
+                g = (g - mean[:, None] * sign) * ((P if P > 0 else exponent) * slope * moving)
             ds = g * phi
             dv = dot(tl.trans(saturate(weight, do.dtype)), do, dv, PRECISION=DOT)
             dk = dot(tl.trans(saturate(ds * factor[:, None], q.dtype)), q, dk, PRECISION=DOT)

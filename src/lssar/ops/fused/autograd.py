@@ -14,8 +14,8 @@ LIBRARY = torch.library.Library("lssar", "FRAGMENT")
 def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """`lssar::NAME`, on every device; under torch.compile a node of the graph.
 
-    What `torch.library.custom_op` does, less the layers of Python that it puts between a call and `run`: with short
-    sequences the host is what takes time.
+    Like `torch.library.custom_op`, without the layers of Python that it puts between a call and `run`: with short
+    sequences the host's time matters.
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
@@ -24,7 +24,7 @@ def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 
 
 def with_autograd(op: Any, function: type[torch.autograd.Function]) -> None:
-    """Calls that need a gradient go through the function, others straight to what runs."""
+    """Calls that need a gradient go through the autograd function, others directly to the operator."""
 
     def run(*arguments):
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
@@ -40,7 +40,7 @@ def below_autograd(op: Any, *arguments: Any) -> Any:
 
 
 def refuse_gradient(op: Any, why: str) -> None:
-    """An operator whose results say why when somebody wants a gradient through them."""
+    """Make a backward pass through the operator raise an error with this message."""
 
     class Refuse(torch.autograd.Function):
         @staticmethod
@@ -54,40 +54,55 @@ def refuse_gradient(op: Any, why: str) -> None:
     with_autograd(op, Refuse)
 
 
-def differentiable(
-    name: str, mechanism: str, forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]], rows_of: Callable[[Tensor], Tensor],
-) -> Any:  # fmt: skip
-    """`lssar::NAME_forward` (q, k, v, MECHANISM, what rows see) -> (o, rows), with `lssar::NAME_backward` behind it.
+VISIBILITY = "bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
+"""Schema of the arguments that say what rows see."""
 
-    mechanism: its one argument in the schema; rows_of: an empty tensor like the row numbers that go to the backward.
+
+def differentiable(
+    name: str, options: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]],
+    empty_rows: Callable[[Tensor], Tensor], gain_gradient: bool = False,
+) -> Any:  # fmt: skip
+    """`lssar::NAME_forward` (q, k, v, OPTIONS) -> (o, rows), differentiable by `lssar::NAME_backward`.
+
+    options: schema of the arguments after q, k, v. rows: values of each row for the backward; empty_rows makes such a
+    tensor for tracing. backward (q, k, v, o, do, rows, OPTIONS) returns dq, dk, dv, and with gain_gradient also the
+    gradient of the first option (empty if that is None).
     """
-    options = f"{mechanism}, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
     forward_op = operator(
         f"{name}_forward", f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", forward,
-        lambda q, *_: (torch.empty_like(q), rows_of(q)),
+        lambda q, *_: (torch.empty_like(q), empty_rows(q)),
     )  # fmt: skip
+    gradients = ", ".join(["Tensor"] * (4 if gain_gradient else 3))
+
+    def fake_backward(q, k, v, o, do, rows, *given):
+        gain = ((q.new_empty(0) if given[0] is None else torch.empty_like(given[0])),) if gain_gradient else ()
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *gain
+
     backward_op = operator(
         f"{name}_backward",
-        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {options}) -> (Tensor, Tensor, Tensor)",
-        backward, lambda q, k, v, *_: (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)),
+        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {options}) -> ({gradients})",
+        backward, fake_backward,
     )  # fmt: skip
 
     class Fused(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, mechanism, causal, cu_seqlens, key_lengths, window):
-            o, rows = below_autograd(forward_op, q, k, v, mechanism, causal, cu_seqlens, key_lengths, window)
-            ctx.save_for_backward(q, k, v, o, rows, cu_seqlens, key_lengths)
-            ctx.options = mechanism, causal, window
+        def forward(ctx, q, k, v, *given):
+            o, rows = below_autograd(forward_op, q, k, v, *given)
+            ctx.save_for_backward(q, k, v, o, rows, *(x for x in given if isinstance(x, Tensor)))
+            ctx.given = tuple(Tensor if isinstance(x, Tensor) else x for x in given)
             ctx.mark_non_differentiable(rows)
             return o, rows
 
         @staticmethod
         def backward(ctx, do, _):
-            q, k, v, o, rows, cu_seqlens, key_lengths = ctx.saved_tensors
-            mechanism, causal, window = ctx.options
-            grads = backward_op(q, k, v, o, do, rows, mechanism, causal, cu_seqlens, key_lengths, window)
-            return *grads, None, None, None, None, None
+            q, k, v, o, rows, *tensors = ctx.saved_tensors
+            saved = iter(tensors)
+            given = [next(saved) if x is Tensor else x for x in ctx.given]
+            dq, dk, dv, *dgain = backward_op(q, k, v, o, do, rows, *given)
+            of_options = [None] * len(given)
+            if dgain and given[0] is not None:
+                of_options[0] = dgain[0]
+            return dq, dk, dv, *of_options
 
     with_autograd(forward_op, Fused)
     refuse_gradient(backward_op, "fused attention has no second derivative; use impl='reference' for double backward")

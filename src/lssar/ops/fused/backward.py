@@ -31,7 +31,9 @@ from lssar.ops.fused.primitives import (
     store_tile,
     tile_source,
     unit_rows_backward,
+    unit_rows_backward_and_radial,
     visible_keys,
+    with_gain,
 )
 from lssar.ops.fused.steep import all_steep
 
@@ -40,7 +42,7 @@ from lssar.ops.fused.steep import all_steep
 def _query_sums(
     gk, sk, g_sum, q, do, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
     slope, intercept, unit_scale, delta, steep, columns,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: gk [M, D] += sum g sigma k, sk [M, D] += sum sigma k, g_sum [M, 4] += sum g."""
@@ -69,17 +71,22 @@ def _query_sums(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, v_max_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, v_max_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    HAS_GAIN: tl.constexpr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
     CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and what the dk, dv kernel needs of each row (store_row_values)."""
+    """dq, and what the dk, dv kernel needs of each row (store_row_values).
+
+    With EXACT_QUERIES that includes the queries in their own dtype, scaled by a power of two, at exact_q_ptr. This may
+    be the memory of q_ptr: a program writes the rows that it alone has read.
+    """
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)
     first_row = (blocks - 1 - block) * BLOCK_M
@@ -87,6 +94,7 @@ def query_gradient_kernel(
     h_kv = h // (Hq // Hkv)
     b, h = b.to(tl.int64), h.to(tl.int64)
     q_ptr += head.to(tl.int64) * Lq * D
+    exact_q_ptr += head.to(tl.int64) * Lq * D
     k_ptr += (b * Hkv + h_kv) * Lk * D
     v_ptr += b * v_stride_b + h_kv.to(tl.int64) * v_stride_h
     o_ptr += b * o_stride_b + h * o_stride_h
@@ -117,7 +125,7 @@ def query_gradient_kernel(
     delta = tl.sum(do_float * o.to(tl.float32), 1)  # [M]
     bound, unit_scale = gradient_scale(tl.sum(tl.abs(do_float), 1), tl.load(v_max_ptr + b * Hkv + h_kv))
 
-    steep = all_steep(slope, intercept, inside, P) if STEEP else False
+    steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)
@@ -126,25 +134,30 @@ def query_gradient_kernel(
     gk, sk, g_lanes = _query_sums(
         gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
         row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, steep, columns,
-        D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
+        D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
 
-    mean, scale, kappa = query_row_factors(tl.sum(g_lanes, 1), n, slope, z, bound, P, LOG_D)
+    mean, scale, kappa = query_row_factors(
+        tl.sum(g_lanes, 1), n, slope, z, bound, P if P > 0 else exponent, LOG_D
+    )  # fmt: skip
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * mean[:, None]
-    dq = unit_rows_backward(grad_unit * (kappa * scale)[:, None], raw_q)
+    dq, radial = unit_rows_backward_and_radial(grad_unit * (kappa * scale)[:, None], raw_q)
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr + h)
+        dq = dq * gain
+        scale = with_gain(scale, gain, LOG_DEGREE != 0)
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
     to_unit = scale * 0.0
-    if EXACT_QUERIES:  # the rows of unit_q are no longer needed: bfloat16 queries for the dk, dv kernel replace them
+    if EXACT_QUERIES:
         exact_q, to_unit = exact_unit_rows(raw_q)
-        exact_q_ptr = q_ptr.to(tl.pointer_type(raw_q_ptr.dtype.element_ty), bitcast=True)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
-        P, EXACT_QUERIES, STEEP,
+        radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
     )  # fmt: skip
 
 
@@ -158,7 +171,7 @@ def steep_block(flags_ptr, ROWS: tl.constexpr):
 def _key_sums(
     dk, dv, k_t, v_t, key_scale, q_ptr, do_ptr, rows_ptr, row_plane, do_stride, lo, hi, full_lo, full_hi,
     first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -208,7 +221,7 @@ def key_gradient_kernel(
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
@@ -216,7 +229,7 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
 
-    q: unit_q, or, with EXACT_QUERIES, the bfloat16 queries that query_gradient_kernel left in its place.
+    q: unit queries times their score scale, or, with EXACT_QUERIES, the exact_q of query_gradient_kernel.
     """
     blocks = tl.cdiv(Lk, BLOCK_N)
     head_kv, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
@@ -258,8 +271,8 @@ def key_gradient_kernel(
             dk, dv, tl.trans(k), tl.trans(v), key_scale, q_head, do_head, rows_head, row_plane, do_stride_l,
             row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
             first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT, EXACT_QUERIES,
-            STEEP, TMA, STAGES,
+            D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT,
+            EXACT_QUERIES, STEEP, TMA, STAGES,
         )  # fmt: skip
     raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
     dk = unit_rows_backward(dk, raw_k.to(tl.float32))

@@ -1,14 +1,15 @@
 """Decode: one or a few query rows of each head against a long key and value cache, split over the keys.
 
-Three kernels: `score_kernel` reads K once and leaves scores and each split's sum and maximum; `value_kernel` knows the
-rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
-The query heads of a key head, times the rows, are the R rows of a program. The tensor cores want M >= 16 rows: there
-each row is repeated M / R times, while everything outside them is done once.
+Three kernels: `score_kernel` reads K once and stores scores and each split's sum and maximum; `value_kernel` derives
+the rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
+The query heads of a key head, times the rows, are the R rows of a program. The tensor cores need M >= 16 rows: for
+them each row is repeated M / R times; everything else is computed once.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.launch import start_kernel
+from lssar.ops.fused.op import power_arguments, power_value
 from lssar.ops.fused.primitives import (
     HIDDEN,
     INTERPRETED,
@@ -35,7 +37,6 @@ from lssar.ops.fused.primitives import (
     weight_root,
 )
 from lssar.ops.fused.tiles import ceil_div, power_of_two
-from lssar.ops.numerics import whole
 
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
 MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory and registers would hold
@@ -61,7 +62,7 @@ def choose_splits(
 
 @triton.jit
 def _let_next_begin(AHEAD: tl.constexpr):
-    """AHEAD: programs of the next kernel may be sent as soon as there is room, up to where they wait for this one."""
+    """AHEAD: programs of the next kernel may start as soon as there is room, and wait where they need this one."""
     if AHEAD:
         gdc_launch_dependents()
 
@@ -86,6 +87,12 @@ def _key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr,
 def _visible(rows, length, Lq: tl.constexpr):
     """Keys that row (member, query) of a group sees: the queries are the last Lq positions."""
     return tl.maximum(length - (Lq - 1 - rows % Lq), 0)
+
+
+@triton.jit
+def _row_gains(gain_ptr, h_kv, rows, inside, GROUP: tl.constexpr, Lq: tl.constexpr):
+    """The gain of each row's query head."""
+    return tl.load(gain_ptr + h_kv * GROUP + rows // Lq, mask=inside, other=1.0)
 
 
 @triton.jit
@@ -169,7 +176,8 @@ def _score_keys(
 def score_kernel(
     q_ptr, k_ptr, x_ptr, sum_ptr, max_ptr, lengths_ptr, table_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, table_stride, x_stride,
-    Hkv, Lk, split_length, splits,
+    Hkv, Lk, split_length, splits, gain_ptr,
+    HAS_GAIN: tl.constexpr,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -190,6 +198,8 @@ def score_kernel(
         row_scale = tl.where(row_scale > 0, 1.0, 0.0)
     q = q.to(q_raw.dtype)
     row_scale *= score_scale(_visible(tile_rows, length, Lq).to(tl.float32), LOG_D)
+    if HAS_GAIN:
+        row_scale *= _row_gains(gain_ptr, h_kv, tile_rows, tile_rows < GROUP * Lq, GROUP, Lq)
     rows = tl.arange(0, BLOCK_R)
     row_inside = rows < GROUP * Lq
     n = _visible(rows, length, Lq)  # [R]
@@ -216,7 +226,7 @@ def score_kernel(
 @triton.jit
 def _select_keys(
     x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
-    P: tl.constexpr, LOG_DEGREE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    P, LOG_DEGREE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Keys of lo..stop that matter to any row, and their weights, packed from lo on; how many, and sums of all [R]."""
     offsets = tl.arange(0, N)
@@ -242,6 +252,7 @@ def _select_keys(
 def value_kernel(
     x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, list_ptr, weight_ptr, lengths_ptr, table_ptr,
     v_stride_b, v_stride_h, v_stride_l, table_stride, x_stride, Hkv, Lk, split_length, splits, tolerance,
+    exponent, gain_ptr, HAS_GAIN: tl.constexpr,
     GROUP: tl.constexpr, Lq: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
@@ -271,13 +282,15 @@ def value_kernel(
         total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [R]
         x_max = tl.max(tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN), 1)
         n_float = n.to(tl.float32)
-        slope, intercept = weight_line(total, x_max, n_float, P, LOG_D, LOG_DEGREE)
+        gain_size = tl.abs(_row_gains(gain_ptr, h_kv, rows, row_inside, GROUP, Lq)) if HAS_GAIN else 1.0
+        slope, intercept = weight_line(total, x_max, n_float, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
         # keys of at most tolerance / n of the largest weight weigh together at most tolerance times that
-        largest = power(weight_root(softplus2(x_max, LOG_DEGREE), slope, intercept, LOG_DEGREE), P)
+        root = weight_root(softplus2(x_max, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+        largest = power(root, P if P > 0 else exponent)
         matters = tolerance / tl.maximum(n_float, 1.0) * largest
         count, z = _select_keys(
             x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
-            P, LOG_DEGREE, BLOCK_R, BLOCK_X,
+            P if P > 0 else exponent, LOG_DEGREE, BLOCK_R, BLOCK_X,
         )  # fmt: skip
         tl.debug_barrier()  # what one thread listed, others read
         last = lo + count
@@ -328,100 +341,131 @@ def combine_kernel(
     tl.store(o_ptr + at + columns, saturate(o, o_ptr.dtype.element_ty), mask=columns < D)
 
 
-def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, p: float | None, lengths: Tensor | None, block_table: Tensor | None,
-    tolerance: float, unit_keys: bool = False, block: int = 64, splits: int | None = None, warps: int | None = None,
-    stages: int = 3, norms: str | None = None, ahead: bool | None = None,
-) -> Tensor:  # fmt: skip
-    """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity.
+@dataclass(frozen=True)
+class Plan:
+    """How the work of a call is divided; `plan_for` chooses, benchmarks try others."""
 
-    ahead: overlap the ends and beginnings of the three kernels (programmatic dependent launch; None: where there is
-    such a thing, which is from Hopper on).
-    """
+    splits: int
+    warps: int
+    norms: str
+    """How norms of keys are computed: see _score_keys."""
+    ahead: bool
+    """Overlap the end of each kernel with the beginning of the next (programmatic dependent launch; from Hopper on)."""
+    block: int = 64
+    """Keys of a tile."""
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Sizes and strides of a cache: (B, Hkv, L, D), or pages (num_blocks, block_size, Hkv, D) with a block table."""
+
+    heads: int
+    length: int
+    page: int
+    """Keys of a page; 0: not paged."""
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    """Of batch (or page), head, key."""
+    table: Tensor
+    table_stride: int
+
+
+def _cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> _Cache:
+    strides = lambda order: [tuple(x.stride(i) for i in order) for x in (k_cache, v_cache)]  # noqa: E731
+    if block_table is None:
+        return _Cache(k_cache.shape[1], k_cache.shape[2], 0, *strides((0, 1, 2)), q, 0)  # any table: never read
+    page, heads = k_cache.shape[1], k_cache.shape[2]
+    table = block_table.contiguous()
+    return _Cache(heads, table.shape[1] * page, page, *strides((0, 2, 1)), table, table.stride(0))
+
+
+def plan_for(
+    q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
+    norms: str | None = None, ahead: bool | None = None, block: int = Plan.block, stages: int = Plan.stages,
+) -> Plan:  # fmt: skip
+    """The plan for queries against `heads` key heads of `length` keys; what is given stays."""
+    block_d = max(16, power_of_two(q.shape[-1]))
+    card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
+    processors = getattr(card, "multi_processor_count", 1)
+    programs = q.shape[0] * heads
+    if norms is None:
+        norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
+    if warps is None:  # computing norms pays for two more, except for small bfloat16 heads that do not fill the GPU
+        warps = 2 if unit_keys or (norms == "product" and block_d <= 64 and programs < processors) else 4
+    if splits is None:
+        registers = 32 * warps * max(80, block_d)  # about what the compiler uses
+        shared_memory = getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY)
+        tile_bytes = stages * block * block_d * q.element_size()
+        splits = choose_splits(programs, length, tile_bytes, registers, processors, shared_memory)
+    if ahead is None:
+        ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
+    return Plan(splits, warps, norms, ahead, block, stages)
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, gain: Tensor | None, p: float | None, p_tensor: Tensor | None,
+    lengths: Tensor | None, block_table: Tensor | None, tolerance: float, unit_keys: bool = False, **plan: Any,
+) -> Tensor:  # fmt: skip
+    """See lssar.ops.fused.fused_decode. No host synchronisation: the grid follows the cache's capacity."""
     if q.numel() == 0:
         return torch.empty_like(q)
     B, Hq, Lq, D = q.shape
-    if block_table is None:
-        page, Hkv, Lk = 0, k_cache.shape[1], k_cache.shape[2]
-        order = (0, 1, 2)  # strides of batch, head, row
-        table, table_stride = q, 0
-    else:
-        page, Hkv = k_cache.shape[1], k_cache.shape[2]
-        Lk = block_table.shape[1] * page
-        order = (0, 2, 1)
-        table = block_table.contiguous()
-        table_stride = table.stride(0)
-    group = Hq // Hkv
-    if norms is None:
-        norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
+    cache = _cache_of(q, k_cache, v_cache, block_table)
+    how = plan_for(q, cache.heads, cache.length, unit_keys, **plan)
+    power = power_value(p, p_tensor)
+    constant_power, exponent = power_arguments(power)
+    reweight = power is not None
+    group = Hq // cache.heads
     block_r = power_of_two(group * Lq)
-    block_d = max(16, power_of_two(D))
-    card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
-    processors = getattr(card, "multi_processor_count", 1)
-    if warps is None:  # norms of keys are worth two more, but for small bfloat16 ones where heads do not fill the card
-        warps = 2 if unit_keys or (norms == "product" and block_d <= 64 and B * Hkv < processors) else 4
-    if splits is None:
-        splits = choose_splits(
-            B * Hkv, Lk, stages * block * block_d * k_cache.element_size(),
-            32 * warps * max(80, block_d),  # about what the compiler takes a thread
-            processors,
-            getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY),
-        )  # fmt: skip
-    if ahead is None:
-        ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
-    split_length = ceil_div(ceil_div(max(Lk, 1), splits), block) * block
-    splits = ceil_div(max(Lk, 1), split_length)
-    k_strides = [k_cache.stride(i) for i in order]
-    v_strides = [v_cache.stride(i) for i in order]
+    split_length = ceil_div(ceil_div(max(cache.length, 1), how.splits), how.block) * how.block
+    splits = ceil_div(max(cache.length, 1), split_length)
 
-    rows = B * Hkv * block_r
-    x_stride = ceil_div(Lk, 16) * 16
+    rows = B * cache.heads * block_r
+    x_stride = ceil_div(cache.length, 16) * 16
     scores = q.new_empty((rows, x_stride), dtype=torch.float32)
-    parts = q.new_empty((3, rows, splits), dtype=torch.float32)
+    sums, largest, weight_sums = q.new_empty((3, rows, splits), dtype=torch.float32).unbind()
     o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
-    listed = q.new_empty((B * Hkv, x_stride) if p is not None else 0, dtype=torch.int32)
-    weights = q.new_empty((rows, x_stride) if p is not None else 0)
+    listed = q.new_empty((B * cache.heads, x_stride) if reweight else 0, dtype=torch.int32)
+    weights = q.new_empty((rows, x_stride) if reweight else 0)
     o = torch.empty_like(q)
-    if lengths is not None:
-        lengths = lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
+    counts = q if lengths is None else lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
+    gains = q if gain is None else gain.float().contiguous()
+    shape = {"GROUP": group, "Lq": Lq, "D": D, "BLOCK_R": block_r, "AHEAD": how.ahead}
     common = {
-        "GROUP": group, "Lq": Lq, "LOG_D": math.log(D), "D": D, "BLOCK_D": block_d, "HAS_LENGTHS": lengths is not None,
-        "PAGE": page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5,
-        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "BLOCK_R": block_r, "BLOCK_M": max(16, block_r),
-        "AHEAD": ahead,
+        **shape, "LOG_D": math.log(D), "BLOCK_D": max(16, power_of_two(D)), "HAS_LENGTHS": lengths is not None,
+        "PAGE": cache.page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5, "BLOCK_M": max(16, block_r),
+        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "HAS_GAIN": gain is not None,
+        "BLOCK_N": how.block, "STAGES": how.stages, "num_warps": how.warps,
     }  # fmt: skip
-    lengths_or_any = q if lengths is None else lengths
-    following = {"launch_pdl": True} if ahead else {}
+    following = {"launch_pdl": True} if how.ahead else {}
+    grid = (B * cache.heads, splits)
+    extent = (cache.table_stride, x_stride, cache.heads, cache.length, split_length, splits)
+
     arguments: tuple[Any, ...] = (
-        q, k_cache, scores, parts[0], parts[1], lengths_or_any, table, *q.stride()[:3], *k_strides, table_stride,
-        x_stride, Hkv, Lk, split_length, splits,
+        q, k_cache, scores, sums, largest, counts, cache.table, *q.stride()[:3], *cache.k_strides, *extent, gains,
     )  # fmt: skip
-    constants = {"NORMS": norms, "BLOCK_N": block, "STAGES": stages, "num_warps": warps, **common}
-    start_kernel(score_kernel, (B * Hkv, splits), arguments, constants)
+    start_kernel(score_kernel, grid, arguments, {"NORMS": how.norms, **common})
     arguments = (
-        scores, v_cache, parts[0], parts[1], o_parts, parts[2], listed, weights, lengths_or_any, table, *v_strides,
-        table_stride, x_stride, Hkv, Lk, split_length, splits, float(tolerance),
+        scores, v_cache, sums, largest, o_parts, weight_sums, listed, weights, counts, cache.table, *cache.v_strides,
+        *extent, float(tolerance), exponent, gains,
     )  # fmt: skip
     constants = {
-        "P": whole(1.0 if p is None else p), "REWEIGHT": p is not None, "BLOCK_X": max(64, min(512, 2048 // block_r)),
-        "BLOCK_N": block, "BLOCK_SPLITS": power_of_two(splits), "STAGES": stages, "num_warps": warps, **common,
-        **following,
+        "P": constant_power, "REWEIGHT": reweight, "BLOCK_X": max(64, min(512, 2048 // block_r)),
+        "BLOCK_SPLITS": power_of_two(splits), **common, **following,
     }  # fmt: skip
-    start_kernel(value_kernel, (B * Hkv, splits), arguments, constants)
-    columns = min(block_d, 32)
-    constants = {
-        "GROUP": group, "Lq": Lq, "D": D, "BLOCK_D": columns, "BLOCK_R": block_r, "BLOCK_SPLITS": power_of_two(splits),
-        "AHEAD": ahead, "num_warps": 4, **following,
-    }  # fmt: skip
-    programs = (B * Hkv, group * Lq, ceil_div(D, columns))
-    start_kernel(combine_kernel, programs, (o_parts, parts[2], o, *o.stride()[:3], Hkv, splits), constants)
+    start_kernel(value_kernel, grid, arguments, constants)
+    columns = min(common["BLOCK_D"], 32)
+    constants = {"BLOCK_D": columns, "BLOCK_SPLITS": power_of_two(splits), "num_warps": 4, **shape, **following}
+    arguments = (o_parts, weight_sums, o, *o.stride()[:3], cache.heads, splits)
+    start_kernel(combine_kernel, (B * cache.heads, group * Lq, ceil_div(D, columns)), arguments, constants)
     return o
 
 
 decode_op = operator(
     "fused_decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, float? p, Tensor? lengths, Tensor? block_table, float tolerance, "
-    "bool unit_keys) -> Tensor",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? gain, float? p, Tensor? p_tensor, Tensor? lengths, "
+    "Tensor? block_table, float tolerance, bool unit_keys) -> Tensor",
     decode,
     lambda q, *_: torch.empty_like(q),
 )

@@ -93,7 +93,7 @@ def _rough_statistics(
 @triton.jit
 def _weighted_values(
     q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, steep,
-    columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P,
     REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -125,13 +125,17 @@ def _weighted_values(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    HAS_GAIN: tl.constexpr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q, k: normalised copies, contiguous. One program a block of rows; see head_and_block for their order."""
+    """q, k: normalised copies, contiguous. One program a block of rows; see head_and_block for their order.
+
+    P: the power if it is an integer, else 0, and `exponent` holds it. HAS_GAIN: gain_ptr holds one gain a query head.
+    """
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
     first_row = (blocks - 1 - block) * BLOCK_M
@@ -152,6 +156,7 @@ def forward_kernel(
     key_lo, key_hi = tl.min(row_start), tl.max(row_stop)
     full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
     n = (row_stop - row_start).to(tl.float32)
+    gain_size = tl.abs(tl.load(gain_ptr + head % Hq)) if HAS_GAIN else 1.0
     q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
 
     slope = tl.where(n > 0, 1.0, 0.0)
@@ -165,21 +170,21 @@ def forward_kernel(
                 q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
                 D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
             )  # fmt: skip
-            slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
-            steep = all_steep(slope, intercept, rows < Lq, P)
+            slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
+            steep = all_steep(slope, intercept, rows < Lq, P if P > 0 else exponent)
         if not steep:
             total, x_max = _row_statistics(
                 q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
                 D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
             )  # fmt: skip
-            slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE)
+            slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
 
     keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     o, z_row = _weighted_values(
         q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
         key_stop, slope, intercept, steep, columns,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, P, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
     o = o / tl.where(z_row > 0, z_row, 1.0)[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)

@@ -24,6 +24,8 @@ from lssar.ops.fused.steep import root_and_sigmoid
 
 ROW_PLANES = 8
 """Values of each row that the dq kernel stores for the dk, dv kernel (store_row_values); a power of two for Gluon."""
+GAIN_PLANE = tl.constexpr(7)
+"""Which of them is the row's part of the gradient of its head's gain."""
 
 
 @triton.jit
@@ -39,7 +41,7 @@ def gradient_scale(do_norm, v_max):
 
 @triton.jit
 def query_terms(
-    x, dp, slope, intercept, unit_scale, delta, short, P: tl.constexpr, REWEIGHT: tl.constexpr,
+    x, dp, slope, intercept, unit_scale, delta, short, P, REWEIGHT: tl.constexpr,
     LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
     """g (scaled by unit_scale) and sigma of scores x, for dq; dp: dO.v.
@@ -54,17 +56,14 @@ def query_terms(
 
 
 @triton.jit
-def query_row_factors(g_sum, n, slope, z, bound, P: tl.constexpr, LOG_D: tl.constexpr):
+def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr):
     """[M]: the mean of g over visible keys; c_i log2(e); kappa, by which sums of g are multiplied for a gradient."""
     mean = g_sum * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
     return mean, score_scale(n, LOG_D), 2.0 * P * slope * reciprocal(z) * bound
 
 
 @triton.jit
-def key_weights(
-    x, slope, intercept, short, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr,
-    STEEP: tl.constexpr,
-):  # fmt: skip
+def key_weights(x, slope, intercept, short, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
     """Weights w^P of scores x, y = w^(P-1), and sigma, for dk and dv."""
     if REWEIGHT:
         w, sigma = root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE, STEEP)
@@ -88,14 +87,15 @@ def score_gradient(scaled_dp, y, mean, sigma, REWEIGHT: tl.constexpr):
 
 @triton.jit
 def store_row_values(
-    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score, steep,
-    P: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
+    rows_ptr, row_plane, inside, slope, intercept, z, delta, mean, to_score, steep, radial, P,
+    EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr,
 ):  # fmt: skip
     """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last have zeros.
 
     0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
-    else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: unused.
+    else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: with
+    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up.
     """
     if EXACT_QUERIES:
         root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
@@ -113,3 +113,5 @@ def store_row_values(
     tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
     if STEEP:
         tl.store(rows_ptr + 6 * row_plane, slope * 0.0 + steep.to(tl.float32), mask=inside)
+    if HAS_GAIN:
+        tl.store(rows_ptr + GAIN_PLANE * row_plane, radial, mask=inside)

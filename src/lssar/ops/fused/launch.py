@@ -35,7 +35,8 @@ def start_kernel(
         id(kernel), torch.cuda.current_device(), *constants.items(),
         *[
             (x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor)
-            else x if x.__class__ is not int or x < 32
+            else float if x.__class__ is float
+            else x if x < 32
             else (x & 31) + (32 if x < 2**31 else 64)
             for x in arguments
         ],

@@ -1,26 +1,27 @@
-"""Prologue of forward and backward: unit vectors of q (times the score scale of their row) and of k, in one launch."""
+"""Prologue of forward and backward: unit vectors of q, times the score scale of their row, and of k, in one launch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.primitives import load_tile, score_scale, store_tile, unit_rows, visible_keys
+from lssar.ops.fused.primitives import load_tile, score_scale, store_tile, unit_rows, visible_keys, with_gain
 
 
 @triton.jit(do_not_specialize=["B", "Lq", "Lk", "window"])
 def normalize_kernel(
     q_ptr, k_ptr, v_ptr, unit_q_ptr, unit_k_ptr, v_max_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    B, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    VALUE_MAX: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    gain_ptr, B, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    HAS_GAIN: tl.constexpr, VALUE_MAX: tl.constexpr,
+    LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """q, k (B, H, L, D) strided -> unit_q (times c_i log2(e)), unit_k (B, H, L, D) contiguous.
+    """q, k (B, H, L, D) strided -> unit_q (times c_i log2(e) and the head's gain), unit_k (B, H, L, D) contiguous.
 
-    Programs: the blocks of rows of all heads of q, then those of k, along the one axis of a grid that has no end.
-    VALUE_MAX: the largest |v| of the keys that exist goes to v_max_ptr, for each head of keys (a maximum: order does
-    not matter).
+    Programs: the blocks of rows of all heads of q, then those of k, along the first axis of the grid, which alone has
+    no limit that matters. VALUE_MAX: also the largest |v| of each head, up to the key lengths, to v_max_ptr. It is
+    an atomic maximum, so the order of programs does not matter.
     """
     program = tl.program_id(0)
     query_blocks = tl.cdiv(Lq, BLOCK)
@@ -49,7 +50,10 @@ def normalize_kernel(
         first, last = visible_keys(
             start + offsets, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
         )
-        unit = unit * score_scale((last - first).to(tl.float32), LOG_D)[:, None]
+        scale = score_scale((last - first).to(tl.float32), LOG_D)
+        if HAS_GAIN:
+            scale = with_gain(scale, tl.load(gain_ptr + h), unit_q_ptr.dtype.element_ty == tl.float16)
+        unit = unit * scale[:, None]
     elif VALUE_MAX:
         v_ptr += b * v_stride_b + h * v_stride_h
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True).to(tl.float32)

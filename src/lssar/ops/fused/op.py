@@ -1,10 +1,11 @@
-"""The kernels as PyTorch custom ops: `lssar::fused_forward` and `lssar::fused_backward`, with fakes and autograd."""
+"""The LSSA and LSSAR kernels as PyTorch operators: `lssar::fused_forward` and `lssar::fused_backward`."""
 
 from __future__ import annotations
 
 import functools
 import math
 import warnings
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,45 +13,63 @@ import torch
 from torch import Tensor
 
 from lssar import switches
-from lssar.ops.fused import backward
-from lssar.ops.fused.autograd import differentiable
+from lssar.ops.fused import backward as triton_backward
+from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.forward import forward_kernel
+from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.normalize import normalize_kernel
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
-from lssar.ops.numerics import whole
 
 NORMALIZE_BLOCK = 32
+ROW_ALIGNMENT = 128
 LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
-"""Unit vectors have no use for bf16's exponent: fp16 copies round the scores eight times more finely."""
+"""Unit vectors do not need the exponents of bfloat16: float16 copies round the scores eight times more finely."""
+LARGEST_CONSTANT_POWER = 1024
+
+
+def power_value(p: float | None, p_tensor: Tensor | None) -> float | None:
+    """The power of a call, which is a number or a tensor on the CPU (read here, without synchronising a GPU)."""
+    value = p if p_tensor is None else p_tensor.item()
+    if value is not None and not (value >= 1 and math.isfinite(value)):
+        raise ValueError(f"p must be a finite number >= 1; got {value}")
+    return value
+
+
+def power_arguments(p: float | None) -> tuple[int, float]:
+    """P and exponent of the kernels: integers are compiled in, any other power is an argument (P is 0 then)."""
+    if p is None:
+        return 1, 0.0
+    return (int(p), 0.0) if float(p).is_integer() and p <= LARGEST_CONSTANT_POWER else (0, float(p))
 
 
 class _Call:
-    """What forward and backward of one call share: shapes, visibility, normalised copies, constants."""
+    """What forward and backward of one call share: shapes, visibility, power, gain, kernel constants."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, p: float | None, causal: bool, cu_seqlens: Tensor | None,
+        self, q: Tensor, k: Tensor, gain: Tensor | None, p: float | None, causal: bool, cu_seqlens: Tensor | None,
         key_lengths: Tensor | None, window: int | None,
     ) -> None:  # fmt: skip
         self.B, self.Hq, self.Lq, self.D = q.shape
         self.Hkv, self.Lk = k.shape[1], k.shape[2]
         self.itemsize = q.element_size()
         self.score_dtype = SCORE_DTYPES[q.dtype]
-        self.visibility, self.visibility_kind = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
-        self.shape = {
-            "LOG_D": math.log(self.D),
-            "D": self.D,
-            "BLOCK_D": max(16, power_of_two(self.D)),
-        }
+        self.exact_queries = self.score_dtype != q.dtype  # ds q needs the range of q's own dtype
+        seen = visibility_arguments(q, self.Lk, causal, cu_seqlens, key_lengths, window)
+        self.visibility, self.visibility_kind = seen
+        self.gain = q if gain is None else gain.float().contiguous()  # if there is none, any pointer: never read
+        self.gain_kind = {"HAS_GAIN": gain is not None}
+        self.shape = {"LOG_D": math.log(self.D), "D": self.D, "BLOCK_D": max(16, power_of_two(self.D))}
+        constant_power, self.exponent = power_arguments(p)
         self.mechanism = {
-            "P": whole(1.0 if p is None else p),
+            "P": constant_power,
             "REWEIGHT": p is not None,
             "LOG_DEGREE": LOG_DEGREES[q.dtype],
             "DOT": "ieee" if q.dtype == torch.float32 else "tf32",
             "STEEP": p is not None and steep_rows(q.dtype, p),
         }
-        self.row_stride = ceil_div(self.Lq, 128) * 128  # rows of a head in the per-row tensors, aligned
+        self.row_stride = _row_stride(self.Lq)
 
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
@@ -62,10 +81,11 @@ class _Call:
         key_programs = self.B * self.Hkv * ceil_div(self.Lk, NORMALIZE_BLOCK)
         arguments = (
             q, k, v, unit_q, unit_k, v if v_max is None else v_max,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.B, self.Hq, self.Hkv, *self.visibility,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, self.B, self.Hq, self.Hkv, *self.visibility,
         )  # fmt: skip
         constants = {"VALUE_MAX": v_max is not None, "BLOCK": NORMALIZE_BLOCK, "num_warps": 4, **self.shape}
-        start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants | self.visibility_kind)
+        constants |= self.visibility_kind | self.gain_kind
+        start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants)
         return unit_q, unit_k
 
 
@@ -97,10 +117,10 @@ def hopper_kernels(d: int, part: str) -> ModuleType | None:
     return hopper
 
 
-def what_rows_see(
+def visibility_arguments(
     q: Tensor, Lk: int, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
 ) -> tuple[tuple[Any, ...], dict[str, bool]]:  # fmt: skip
-    """Arguments of the kernels (Lq, Lk, window, lengths, documents) and their constants."""
+    """Arguments of the kernels that say what rows see (Lq, Lk, window, lengths, documents), and their constants."""
     doc_start = doc_stop = q  # any pointer: never read
     if cu_seqlens is not None:
         doc_start, doc_stop = document_bounds(cu_seqlens, Lk)
@@ -127,85 +147,136 @@ def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return bounds[document - 1], bounds[document]
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, p: float | None, causal: bool, cu_seqlens: Tensor | None,
-    key_lengths: Tensor | None, window: int | None,
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, p: float | None, p_tensor: Tensor | None, causal: bool,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
+    """Output, and (slope, intercept, Z) of each row for the backward."""
+    call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     o = torch.empty_like(q)
     rows = call.per_row(3, q)
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), rows.zero_()
     unit_q, unit_k = call.normalize(q, k, v)
     aligned = tma_aligned(unit_q, unit_k, v)
-    by_hand = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
-    kernel = by_hand.forward_kernel if by_hand else forward_kernel
+    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
+    kernel = hopper.forward_kernel if hopper else forward_kernel
 
     arguments = (
         unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], call.row_stride, call.Hq, call.Hkv,
-        *call.visibility,
+        call.exponent, call.gain, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        constants = call.mechanism | call.shape | call.visibility_kind | tile_constants
+        constants = call.mechanism | call.shape | call.visibility_kind | call.gain_kind | tile_constants
         start_kernel(kernel, ceil_div(call.Lq, tile.m) * call.B * call.Hq, arguments, constants)
 
-    launch("forward_hopper" if by_hand else "forward", call.D, call.itemsize, aligned, run)
+    launch("forward_hopper" if hopper else "forward", call.D, call.itemsize, aligned, run)
     return o, rows
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, p: float | None, causal: bool,
-    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+@dataclass(frozen=True)
+class _QueryPass:
+    """What the dq kernel leaves for the dk, dv kernel."""
+
+    queries: Tensor
+    """(B, Hq, Lq, D) contiguous, in the dtype of q: scaled by powers of two if exact_queries, else unit."""
+    rows: Tensor
+    """ROW_PLANES values of each row (gradients.store_row_values)."""
+    block_rows: int
+    """Rows of a program of the dq kernel: whether rows are steep is known by such blocks."""
+
+
+def run_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, gain: Tensor | None, p: float | None,
+    p_tensor: Tensor | None, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv and dgain (empty if there is no gain)."""
     if q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    call = _Call(q, k, v, p, causal, cu_seqlens, key_lengths, window)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zero_gain(q, gain)
+    call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
     v_max = q.new_zeros(call.B * call.Hkv, dtype=torch.float32)
     unit_q, unit_k = call.normalize(q, k, v, v_max)
-    to_keys = call.per_row(backward.ROW_PLANES, q)
-    if call.Lq % 128:
-        to_keys.zero_()  # rows past the last are read too
-    exact_queries = call.score_dtype != q.dtype  # ds q needs the range of q's own dtype
-    shared = (to_keys.stride(1), to_keys.stride(0), call.Hq, call.Hkv, *call.visibility)
-    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": exact_queries}
-
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
-    by_hand = exact_queries and aligned and hopper_kernels(call.D, "backward")
-    kernels = by_hand or backward
-    suffix = "_hopper" if by_hand else ""
-    query_rows = 0
+    hopper = call.exact_queries and aligned and hopper_kernels(call.D, "backward")
+    kernels = hopper or triton_backward
+    suffix = "_hopper" if hopper else ""
+    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": call.exact_queries}
 
-    def run_queries(tile, tile_constants):
-        nonlocal query_rows
-        query_rows = tile.m
-        arguments = (
-            unit_q, unit_k, v, o, do, q, dq, v_max, *rows.unbind(), to_keys,
-            *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3], *shared,
-        )  # fmt: skip
+    dq, passed = _query_gradient(
+        call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, constants, q, unit_q, unit_k, v, o, do,
+        v_max, rows,
+    )  # fmt: skip
+    dk, dv = _key_gradient(
+        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed
+    )
+    dgain = _zero_gain(q, gain)
+    if gain is not None:
+        by_head = passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)
+        dgain = by_head[..., : call.Lq].sum((0, 2)).to(gain.dtype)
+    return dq, dk, dv, dgain
+
+
+def _query_gradient(
+    call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], q: Tensor, unit_q: Tensor,
+    unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor, v_max: Tensor, rows: Tensor,
+) -> tuple[Tensor, _QueryPass]:  # fmt: skip
+    dq = torch.empty_like(q)
+    row_values = call.per_row(ROW_PLANES, q)
+    if call.Lq % ROW_ALIGNMENT:
+        row_values.zero_()  # the dk, dv kernel also reads rows past the last
+    # The memory of unit_q, each row of which is read and then written by one program.
+    queries = unit_q.view(q.dtype) if call.exact_queries else unit_q
+    arguments = (
+        unit_q, unit_k, v, o, do, q, dq, queries, v_max, *rows.unbind(), row_values,
+        *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3],
+        row_values.stride(1), row_values.stride(0), call.gain, call.exponent, call.Hq, call.Hkv, *call.visibility,
+    )  # fmt: skip
+
+    def run(tile, tile_constants):
         programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
-        start_kernel(kernels.query_gradient_kernel, programs, arguments, constants | tile_constants)
+        start_kernel(kernel, programs, arguments, constants | call.gain_kind | tile_constants)
 
-    def run_keys(tile, tile_constants):
-        flagged = call.mechanism["STEEP"] and tile.m <= 2 * query_rows  # see steep_block
-        arguments = (
-            unit_q.view(q.dtype), unit_k, v, do, k, dk, dv, to_keys,
-            *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], *shared,
-        )  # fmt: skip
+    tile = launch(name, call.D, call.itemsize, aligned, run)
+    return dq, _QueryPass(queries, row_values, tile.m)
+
+
+def _key_gradient(
+    call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], k: Tensor, unit_k: Tensor,
+    v: Tensor, do: Tensor, passed: _QueryPass,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    arguments = (
+        passed.queries, unit_k, v, do, k, dk, dv, passed.rows,
+        *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        passed.rows.stride(1), passed.rows.stride(0), call.exponent, call.Hq, call.Hkv, *call.visibility,
+    )  # fmt: skip
+
+    def run(tile, tile_constants):
+        steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         programs = ceil_div(call.Lk, tile.n) * call.B * call.Hkv
-        start_kernel(kernels.key_gradient_kernel, programs, arguments, constants | {"STEEP": flagged} | tile_constants)
+        start_kernel(kernel, programs, arguments, constants | {"STEEP": steep} | tile_constants)
 
-    launch("query_gradient" + suffix, call.D, call.itemsize, aligned, run_queries)
-    launch("key_gradient" + suffix, call.D, call.itemsize, aligned, run_keys)
-    return dq, dk, dv
-
-
-def _rows_of(q: Tensor) -> Tensor:
-    row_stride = (q.shape[2] + 127) // 128 * 128
-    return q.new_empty((3, q.shape[0] * q.shape[1], row_stride), dtype=torch.float32)
+    launch(name, call.D, call.itemsize, aligned, run)
+    return dk, dv
 
 
-forward_op = differentiable("fused", "float? p", _forward, _backward, _rows_of)
+def _zero_gain(q: Tensor, gain: Tensor | None) -> Tensor:
+    return q.new_empty(0) if gain is None else torch.zeros_like(gain)
+
+
+def _row_stride(queries: int) -> int:
+    """Rows of a head in tensors of values per row: aligned, so that tiles of them are too."""
+    return ceil_div(queries, ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _empty_rows(q: Tensor) -> Tensor:
+    return q.new_empty((3, q.shape[0] * q.shape[1], _row_stride(q.shape[2])), dtype=torch.float32)
+
+
+forward_op = differentiable(
+    "fused", f"Tensor? gain, float? p, Tensor? p_tensor, {VISIBILITY}", run_forward, run_backward, _empty_rows,
+    gain_gradient=True,
+)  # fmt: skip

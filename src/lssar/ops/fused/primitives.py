@@ -19,6 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 HIDDEN = tl.constexpr(-1e30)  # a score that contributes nothing: softplus 0, sigmoid 0
 FIRST_ROWS = tl.constexpr(3)  # rows that see at most this many keys have no threshold
+LARGEST_HALF_SCALE = tl.constexpr(32768.0)
 FLAT_TOLERANCE = tl.constexpr(32 * 2.0**-23)  # see numerics.FLAT_ULPS
 
 
@@ -113,9 +114,12 @@ def weight_root(two_a, slope, intercept, LOG_DEGREE: tl.constexpr):
 
 
 @triton.jit
-def power(w, P: tl.constexpr):
-    """w^P for w >= 0: multiplications for integer P (five for 14 and 15), 0^0 = 0."""
-    if P == 0:
+def power(w, P):
+    """w^P for w >= 0, with 0^0 = 0. Constant integers P become multiplications (five for 14 and 15); any other P, and
+    one that is an argument of the kernel, an exponential of a logarithm."""
+    if isinstance(P, tl.tensor):
+        return tl.where(w > 0, ex2(P * lg2(tl.where(w > 0, w, 1.0))), 0.0)
+    elif P == 0:
         return tl.where(w > 0, 1.0, 0.0)
     elif P != P // 1 or P > 1024:
         return tl.where(w > 0, ex2(P * lg2(tl.where(w > 0, w, 1.0))), 0.0)
@@ -254,7 +258,16 @@ def score_scale(n, LOG_D: tl.constexpr):
 
 
 @triton.jit
-def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
+def root_of_power_of_two(exponent, P):
+    """2^(exponent / P)."""
+    if isinstance(P, tl.tensor):
+        return tl.exp2(exponent / P)
+    else:
+        return 2.0 ** (exponent / P)
+
+
+@triton.jit
+def inverse_spread(spread, live, PRECISE: tl.constexpr, P):
     """Slope of the weights: about 1 / spread, 0 where not live. Their scale cancels, so it may be chosen.
 
     For float32 it is a power of two: slope * 2a - slope * 2tau then loses nothing to the rounding of its terms where
@@ -263,7 +276,12 @@ def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
     or 1/16, which no half type has to round.
     """
     slope = 1.0 / tl.where(live, spread, 1.0)
-    if not PRECISE:
+    if isinstance(P, tl.tensor):
+        if PRECISE:
+            slope = tl.where(P <= 64, tl.exp2(tl.floor(tl.log2(slope))), slope)
+        else:
+            slope *= tl.exp2(tl.where(P <= 16, -1.0, -4.0) / P)
+    elif not PRECISE:
         slope *= 2.0 ** (-1.0 / P) if P <= 16 else 2.0 ** (-4.0 / P)
     elif P <= 64:
         slope = tl.exp2(tl.floor(tl.log2(slope)))
@@ -271,17 +289,18 @@ def inverse_spread(spread, live, PRECISE: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def weight_line(total, x_max, n, P: tl.constexpr, LOG_D: tl.constexpr, LOG_DEGREE: tl.constexpr):
+def weight_line(total, x_max, n, P, LOG_D: tl.constexpr, LOG_DEGREE: tl.constexpr, gain_size=1.0):
     """(slope, intercept) such that weight_root(2a, slope, intercept)^P are a row's weights, the largest about 1.
 
-    total: sum of 2a; x_max: largest x; n: visible keys, float. Flat rows get slope 0, intercept 1; empty ones zeros.
+    total: sum of 2a; x_max: largest x; n: visible keys, float; gain_size: |gain| of the head. Flat rows get slope 0,
+    intercept 1; empty ones zeros.
     The polynomial that gives 2a is off by as much at the threshold as at the largest key where the two are close, and
     where they are not it does not matter: moved by that error, the line has its two ends where they should be.
     """
     two_tau = tl.where(n > FIRST_ROWS, total / tl.maximum(n, 1.0), 0.0)
     two_a_max = x_max + tl.abs(x_max) + 2.0 * log2_1p(tl.exp2(-tl.abs(x_max)), LOG_DEGREE == 0)
     spread = two_a_max - two_tau
-    c = score_scale(n, LOG_D) * LN2
+    c = score_scale(n, LOG_D) * LN2 * gain_size
     tolerance = FLAT_TOLERANCE * 2 * LOG2E * (1.0 + c) * sigmoid2(x_max, two_a_max, LOG_DEGREE)
     flat = (n > FIRST_ROWS) & (spread <= tolerance)
     live = (n > 0) & (flat == 0)
@@ -400,6 +419,16 @@ def exact_unit_rows(x):
 
 
 @triton.jit
+def with_gain(scale, gain, HALF: tl.constexpr):
+    """Score scales times the gain of their head. HALF: scores are computed from float16 unit vectors, which would
+    overflow with larger scales than LARGEST_HALF_SCALE."""
+    scale = scale * gain
+    if HALF:
+        scale = tl.where(tl.abs(scale) > LARGEST_HALF_SCALE, tl.where(scale > 0, 1.0, -1.0) * LARGEST_HALF_SCALE, scale)
+    return scale
+
+
+@triton.jit
 def reciprocal(z):
     """1 / z, 0 where z is not positive."""
     return tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
@@ -408,8 +437,14 @@ def reciprocal(z):
 @triton.jit
 def unit_rows_backward(grad_unit, x):
     """Gradient of x [M, D] (float32) from that of its unit vector: (g - u (u.g)) / |x|, zero for a zero row."""
+    return unit_rows_backward_and_radial(grad_unit, x)[0]
+
+
+@triton.jit
+def unit_rows_backward_and_radial(grad_unit, x):
+    """unit_rows_backward, and the part u.g [M] of the gradient that the normalisation discards."""
     unit, largest, norm = unit_rows(x)
     along = tl.sum(grad_unit * unit, 1)  # [M]
     tangent = (grad_unit - unit * along[:, None]) / norm[:, None]
     grad = tangent / tl.where(largest > 0, largest, 1.0)[:, None]
-    return tl.where((largest > 0)[:, None], grad, 0.0)
+    return tl.where((largest > 0)[:, None], grad, 0.0), along

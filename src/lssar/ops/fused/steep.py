@@ -5,18 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.primitives import INTERPRETED, USE_PTX, power, sigmoid2, softplus2, weight_root
+from lssar.ops.fused.primitives import (
+    INTERPRETED,
+    USE_PTX,
+    power,
+    root_of_power_of_two,
+    sigmoid2,
+    softplus2,
+    weight_root,
+)
 
 STEEP_FROM = tl.constexpr(4.643856189774724)  # 2a of x = 2
 STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
 
 
 @triton.jit
-def all_steep(slope, intercept, inside, P: tl.constexpr):
+def all_steep(slope, intercept, inside, P):
     """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
     and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
     mean and with `_steep_root`. Rows that are not inside do not count."""
-    gentle = (slope * STEEP_FROM + intercept > 2.0 ** (-24.0 / P)) | (slope > STEEP_SPREAD)
+    gentle = (slope * STEEP_FROM + intercept > root_of_power_of_two(-24.0, P)) | (slope > STEEP_SPREAD)
     return tl.max((gentle & inside).to(tl.int32), 0) == 0
 
 
@@ -39,7 +47,7 @@ def _steep_root(x, t, slope, intercept):
 
 @triton.jit
 def tile_weights(
-    x, slope, intercept, steep, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
+    x, slope, intercept, steep, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
 ):  # fmt: skip
     """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots, by the shorter form if steep."""
     if not REWEIGHT:

@@ -153,8 +153,9 @@ def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
     return (HOPPER if hopper else OTHER)[key]
 
 
-def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile, dict], None]) -> None:
-    """run(tile, constants) launches the kernel; on too little shared memory or too few registers, smaller tiles.
+def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile, dict], None]) -> Tile:
+    """run(tile, constants) launches the kernel; on too little shared memory or too few registers, smaller tiles are
+    tried. Returns the tile that was used.
 
     aligned: every tensor that is read by tiles has a start and strides that the tensor memory accelerator can take.
     """
@@ -164,7 +165,7 @@ def launch(name: str, d: int, itemsize: int, aligned: bool, run: Callable[[Tile,
             if tile.tma and aligned:
                 triton.set_allocator(_allocate)  # a context variable: autograd's threads do not inherit it
             run(tile, tile.constants(name, itemsize, aligned))
-            return
+            return tile
         except OutOfResources:
             following = tile.smaller()
             if following is None:

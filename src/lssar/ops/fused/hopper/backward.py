@@ -48,7 +48,9 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     rows_of_keys,
     unit_rows_backward,
+    unit_rows_backward_and_radial,
     visible_keys,
+    with_gain,
 )
 from lssar.ops.fused.steep import all_steep
 
@@ -97,7 +99,7 @@ def _steep_block(row_values, M: gl.constexpr):
 @gluon.jit
 def _weight_and_ds(
     x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -123,7 +125,7 @@ def _weights_and_ds_by_quarters(
     x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
@@ -162,7 +164,7 @@ def _weights_and_ds(
     x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
     doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP,
 ):  # fmt: skip
     """_weights_and_ds_by_quarters with a mask where a row of the tile does not see all keys, else short if steep."""
     M: gl.constexpr = x.shape[1]
@@ -190,7 +192,7 @@ def _key_sums(
     dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
     values_ring, before, steps, row_lo, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
     doc_stop_ptr, nothing, sum_layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    PACKED: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+    PACKED: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk [N, D] + ds^T q, dv [N, D] + P^T dO over the rows of one query head; `before`: steps of the heads before."""
@@ -239,7 +241,7 @@ def key_gradient_kernel(
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
@@ -296,7 +298,8 @@ def key_gradient_kernel(
         dk, dv = _key_sums(
             dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
             values_ring, before, steps, row_lo, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
-            doc_stop_ptr, nothing, sum_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
+            doc_stop_ptr, nothing, sum_layout, CAUSAL, WINDOWED, PACKED, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
+            STEEP, STAGES,
         )  # fmt: skip
         before += steps
     raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
@@ -309,7 +312,7 @@ def key_gradient_kernel(
 def _gradient_terms(
     x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start,
     element: gl.constexpr, layout: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """g sigma and sigma [M, N] of a tile, rounded to element, in the given layout; g_lanes [M, 4] + sums of g.
 
@@ -344,7 +347,7 @@ def _gradient_terms(
 @gluon.jit
 def _query_sums(
     q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
-    delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr,
+    delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
     LOG_DEGREE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """sum g sigma k and sum sigma k [M, D] in sum_layout, and sum g [M]; values of rows are [M] in any layout."""
@@ -403,11 +406,12 @@ def _query_sums(
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, v_max_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, v_max_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
@@ -421,6 +425,7 @@ def query_gradient_kernel(
     h_kv = (h // (Hq // Hkv)).to(gl.int64)
     b64, h = b.to(gl.int64), h.to(gl.int64)
     q_ptr += head.to(gl.int64) * Lq * D
+    exact_q_ptr += head.to(gl.int64) * Lq * D
     k_ptr += (b64 * Hkv + h_kv) * Lk * D
     v_ptr += b64 * v_stride_b + h_kv * v_stride_h
     o_ptr += b64 * o_stride_b + h * o_stride_h
@@ -466,27 +471,34 @@ def query_gradient_kernel(
     bound, unit_scale = gradient_scale(gl.sum(gl.abs(do_rows), 1), gl.load(v_max_ptr + b64 * Hkv + h_kv))
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    steep = all_steep(slope, intercept, inside, P) if STEEP else False
+    steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
     mbarrier.wait(rows_ready.index(0), 0)
     gk, sk, g_sum = _query_sums(
         q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
         full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, steep, nothing, sum_layout,
-        P, REWEIGHT, LOG_DEGREE, STAGES,
+        P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STAGES,
     )  # fmt: skip
 
     n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
-    mean, scale, kappa = query_row_factors(gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P, LOG_D)
+    mean, scale, kappa = query_row_factors(
+        gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D
+    )  # fmt: skip
     grad_unit = gk
     if REWEIGHT:
         grad_unit = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
     raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    dq = unit_rows_backward(gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q)
+    dq, radial = unit_rows_backward_and_radial(
+        gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q
+    )  # fmt: skip
+    if HAS_GAIN:
+        gain = gl.load(gain_ptr + h)
+        dq = dq * gain
+        scale = with_gain(scale, gain, True)
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
-    exact_q, to_unit = exact_unit_rows(raw_q)  # bfloat16 queries replace the rows of unit_q, which is no longer needed
-    exact_q_ptr = q_ptr.to(gl.pointer_type(value_element), bitcast=True)
+    exact_q, to_unit = exact_unit_rows(raw_q)
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, slope, intercept, z, delta, mean * kappa, scale * to_unit, steep,
-        P, EXACT_QUERIES, STEEP,
+        radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
     )  # fmt: skip

@@ -93,7 +93,7 @@ def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, fu
 @gluon.jit
 def _half_weights(
     x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
-    layout: gl.constexpr, P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+    layout: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
     M: gl.constexpr = x.shape[0]
@@ -201,7 +201,7 @@ def _exact_pass(
 @gluon.jit
 def _value_pass(
     x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, steep,
-    row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P: gl.constexpr,
+    row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P,
     REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES1: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -258,7 +258,8 @@ def _value_pass(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, CACHE: gl.constexpr, TMA: gl.constexpr,
@@ -312,6 +313,7 @@ def forward_kernel(
     tile_start = gl.convert_layout(row_start, tile_row)[:, None]
     tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
     n = (row_stop - row_start).to(gl.float32)
+    gain_size = gl.abs(gl.load(gain_ptr + h)) if HAS_GAIN else 1.0
     q = q_ring.index(0)
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
@@ -327,9 +329,10 @@ def forward_kernel(
             )
             turn += units
             slope, intercept = weight_line(
-                gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n, P, LOG_D, LOG_DEGREE
-            )
-            steep = all_steep(slope, intercept, rows < Lq, P)
+                gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n,
+                P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size,
+            )  # fmt: skip
+            steep = all_steep(slope, intercept, rows < Lq, P if P > 0 else exponent)
             key_turns = units * gl.where(steep, 2, 3)
     if REWEIGHT and (not steep):
         x, total, x_max = _exact_pass(
@@ -338,13 +341,14 @@ def forward_kernel(
         )  # fmt: skip
         turn += units
         slope, intercept = weight_line(
-            gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n, P, LOG_D, LOG_DEGREE
-        )
+            gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n,
+            P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size,
+        )  # fmt: skip
     o, z = _value_pass(
         x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns,
         gl.convert_layout(slope, tile_row)[:, None], gl.convert_layout(intercept, tile_row)[:, None], steep,
         tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
-        D, P, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
+        D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
     )  # fmt: skip
 
     to_mean = gl.convert_layout(reciprocal(z), gl.SliceLayout(1, sum_layout))
