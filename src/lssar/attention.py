@@ -140,33 +140,32 @@ def _by_kernels(
     obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
     if obstacle is None:
         return sdpa.sdpa_attention(q, k, v, spec, causal, gain)
-    obstacle = _why_not_fused(q, k, spec, gain, threshold, power, causal, key_lengths, window) or fused.why_not(
+    obstacle = _why_not_fused(q, k, spec, threshold, causal, key_lengths, window) or fused.why_not(
         q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
     )
     if obstacle is None:
         _refuse_forward_mode(impl, q, k, v)
+        p = spec.p if power is None else power
+        if window is not None and fused.has_window_kernel(spec):
+            return fused.window_attention(q, k, v, spec, power=power, gain=gain, **view)
         if not fused.is_lssa(spec):
-            return fused.activation_attention(q, k, v, spec, **view)
+            return fused.activation_attention(q, k, v, spec, p=power, gain=gain, **view)
         if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v):
             tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
-            return fused.fused_decode(q, k, v, p=spec.p, lengths=key_lengths, tolerance=tolerance)
-        return fused.fused_attention(q, k, v, p=spec.p, **view)
+            return fused.fused_decode(q, k, v, p=p, gain=gain, lengths=key_lengths, tolerance=tolerance)
+        return fused.fused_attention(q, k, v, p=p, gain=gain, **view)
     if impl == "fused":
         raise ValueError(f"impl='fused' cannot run this call: {obstacle}")
     return None
 
 
 def _why_not_fused(
-    q: Tensor, k: Tensor, spec: AttentionSpec, gain: Tensor | None, threshold: Tensor | None, power: Tensor | None,
-    causal: bool, key_lengths: Tensor | None, window: int | None,
+    q: Tensor, k: Tensor, spec: AttentionSpec, threshold: Tensor | None, causal: bool, key_lengths: Tensor | None,
+    window: int | None,
 ) -> str | None:  # fmt: skip
-    """What only the other implementations know: None, or a sentence a user can act on."""
-    if gain is not None:
-        return "the fused kernels take no head_scale for cosine scores; use impl='tiled'"
+    """What only the other implementations support: None, or a sentence a user can act on."""
     if threshold is not None or spec.threshold != 1:
         return "the fused kernels subtract a threshold of 1; other thresholds need impl='tiled'"
-    if power is not None:
-        return "the fused kernels take p as a number, not as a tensor; use impl='tiled'"
     if key_lengths is not None and q.shape[2] < k.shape[2] and (window is not None or (causal and q.shape[2] > 1)):
         return "the fused kernels align queries to the keys' end, not to key_lengths; use impl='tiled'"
     return None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lssar.ops.numerics import in_range, unit
 
-__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not"]
+__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not", "window_attention"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
@@ -125,6 +125,27 @@ def _checked_gain(gain: Tensor | None, q: Tensor) -> Tensor | None:
             f"{gain.device}"
         )
     return gain
+
+
+def has_window_kernel(spec: Any) -> bool:
+    """Whether windows of this mechanism have kernels of their own: softmax of scaled scores, LSSA and LSSAR."""
+    softmax = (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
+    return softmax or is_lssa(spec)
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, causal: bool, cu_seqlens: Tensor | None = None,
+    key_lengths: Tensor | None = None, window: int | None = None, power: Tensor | None = None,
+    gain: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A mechanism for which `has_window_kernel` holds, differentiable; a learned scale is in q already.
+
+    power: 0-dim CPU tensor, the power of the re-weighting in place of `spec.p`: a compiled graph then does for any.
+    gain: (Hq,), what the scores of each head are multiplied by; for cosine scores only.
+    """
+    from lssar.ops.fused.window_op import forward_op
+
+    return forward_op(q, k, v, gain, power, spec.literal, causal, cu_seqlens, key_lengths, window)[0]
 
 
 FEW_ROWS = 16

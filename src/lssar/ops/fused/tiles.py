@@ -101,11 +101,30 @@ HOPPER: dict[Key, Tile] = {
     ("activation_key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("activation_key_gradient", 128, 2): Tile(64, 64, 8, 2),
     ("activation_key_gradient", 256, 2): Tile(64, 32, 8, 2),
+    # windows of up to 192 keys, then longer ones
+    ("window_forward", 64, 2): Tile(64, 64, 4, 3),
+    ("window_forward", 128, 2): Tile(64, 64, 4, 2),
+    ("window_forward", 256, 2): Tile(64, 32, 8, 2),
+    ("window_query_gradient", 64, 2): Tile(64, 64, 4, 2),
+    ("window_query_gradient", 128, 2): Tile(64, 64, 4, 2),
+    ("window_query_gradient", 256, 2): Tile(64, 32, 8, 2),
+    ("window_key_gradient", 64, 2): Tile(64, 64, 4, 2),
+    ("window_key_gradient", 128, 2): Tile(64, 64, 8, 2),
+    ("window_key_gradient", 256, 2): Tile(32, 64, 8, 2),
+    ("window_forward_long", 64, 2): Tile(128, 64, 4, 3),
+    ("window_forward_long", 128, 2): Tile(128, 64, 8, 2),
+    ("window_forward_long", 256, 2): Tile(64, 32, 8, 2),
+    ("window_query_gradient_long", 64, 2): Tile(64, 64, 4, 3),
+    ("window_query_gradient_long", 128, 2): Tile(128, 64, 8, 2),
+    ("window_query_gradient_long", 256, 2): Tile(64, 32, 8, 2),
+    ("window_key_gradient_long", 64, 2): Tile(64, 64, 4, 3),
+    ("window_key_gradient_long", 128, 2): Tile(64, 64, 8, 2),
+    ("window_key_gradient_long", 256, 2): Tile(32, 64, 8, 2),
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
     for part in ("forward", "query_gradient", "key_gradient")
-    for kernel in (part, f"activation_{part}")
+    for kernel in (part, f"activation_{part}", f"window_{part}", f"window_{part}_long")
     for d in (64, 128, 256)
 }
 FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}

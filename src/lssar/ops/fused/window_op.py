@@ -1,0 +1,205 @@
+"""The kernels of window.py as PyTorch custom ops, with fakes and autograd."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lssar.ops.fused import window as kernels
+from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
+from lssar.ops.fused.launch import start_kernel
+from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
+from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
+from lssar.ops.numerics import scale_factor
+from lssar.specs import AttentionSpec
+
+KEY_BLOCK = 64
+LARGEST_CHAIN = 1024
+"""Whole powers up to this are made by multiplications."""
+LARGEST_SPREAD = 100.0
+"""Exponents that weights of cosine softmax may differ by if rows are shifted by their bound (see FIXED)."""
+
+
+@lru_cache(maxsize=256)
+def _mechanism(literal: str, p: float | None, d: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Constants of the kernels that do not depend on what rows see."""
+    spec = AttentionSpec.from_literal(literal)
+    if spec.activation == "exp":
+        kind = kernels.EXP
+    else:
+        kind = kernels.SOFTPLUS if p is None else kernels.REWEIGHTED
+    whole = p is not None and float(p).is_integer() and p <= LARGEST_CHAIN
+    return {
+        "KIND": kind.value, "P": int(p) if whole else 0, "COSINE": spec.cosine, "LOG_N": spec.log_n,
+        "SCALE": scale_factor(d, spec), "SMALL": 1.0 if dtype == torch.float16 else 2.0**-12,
+        "D": d, "BLOCK_D": max(16, power_of_two(d)),
+        "LOG_DEGREE": LOG_DEGREES[dtype], "DOT": "ieee" if dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+
+
+class _Call:
+    """What forward and backward of one call share."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, gain: Tensor | None, power: Tensor | None, spec: str, causal: bool,
+        cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+    ) -> None:  # fmt: skip
+        self.B, self.Hq, self.Lq, self.D = q.shape
+        self.Hkv, self.Lk = k.shape[1], k.shape[2]
+        self.itemsize = q.element_size()
+        p = AttentionSpec.from_literal(spec).p if power is None else float(power)
+        self.p = 1.0 if p is None else float(p)
+        seen, visibility = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
+        self.shapes = (self.Hq, self.Hkv, *seen)
+        self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility
+        self.gain = gain
+        self.wide = q.dtype != torch.bfloat16  # gradients of scores may leave float16's range
+        longest = min(self.Lk, self.Lk if window is None else (window if causal else 2 * window))
+        bound = self.constants["SCALE"] * (math.log(max(longest, 1)) if self.constants["LOG_N"] else 1.0)
+        spread = 2 * bound / math.log(2)
+        self.fixed = (
+            self.constants["KIND"] == kernels.EXP.value and self.constants["COSINE"] and gain is None
+            and q.dtype != torch.float16 and spread < LARGEST_SPREAD
+        )  # fmt: skip
+        self.size = "" if longest <= 192 else "_long"
+
+    def key_scale(self, k: Tensor) -> Tensor:
+        """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
+        if not self.constants["COSINE"]:
+            return k.new_empty(0, dtype=torch.float32)
+        scale = k.new_empty((self.B, self.Hkv, self.Lk), dtype=torch.float32)
+        constants = {
+            "D": self.D, "BLOCK_D": self.constants["BLOCK_D"], "PRECISE": k.dtype == torch.float32,
+            "BLOCK": KEY_BLOCK, "num_warps": 4,
+        }  # fmt: skip
+        arguments = (k, scale, *k.stride()[:3], self.Hkv, self.Lk)
+        grid = (self.B * ceil_div(self.Lk, KEY_BLOCK), self.Hkv)
+        start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
+        return scale
+
+    def run(self, name: str, kernel: Any, grid: Any, arguments: tuple, **more: Any) -> None:
+        """Launch with the tiles of the table. grid(tile): programs."""
+        constants = self.constants | more
+
+        def run(tile, tile_constants):
+            tile_constants = {key: x for key, x in tile_constants.items() if key not in ("TMA", "CACHE")}
+            start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
+
+        launch(f"window_{name}{self.size}", self.D, self.itemsize, False, run)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, power: Tensor | None, spec: str, causal: bool,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call = _Call(q, k, gain, power, spec, causal, cu_seqlens, key_lengths, window)
+    o, rows = torch.empty_like(q), _rows_of(q)
+    key_scale = call.key_scale(k)
+    if q.numel() == 0 or k.numel() == 0:
+        return o.zero_(), rows.zero_(), key_scale
+    arguments = (
+        q, k, v, o, rows, key_scale, q if gain is None else gain, call.p, rows.stride(0),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
+    )  # fmt: skip
+    call.run(
+        "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m) * call.B, call.Hq), arguments,
+        GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv,
+    )  # fmt: skip
+    return o, rows, key_scale
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, key_scale: Tensor, gain: Tensor | None,
+    power: Tensor | None, spec: str, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dgain = _gain_like(q, gain)
+    if q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_(), dgain.zero_()
+    call = _Call(q, k, gain, power, spec, causal, cu_seqlens, key_lengths, window)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    to_keys = q.new_empty((kernels.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
+    arguments = (
+        q, k, v, o, do, dq, rows, to_keys, key_scale, q if gain is None else gain, call.p, rows.stride(0),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+        *call.shapes,
+    )  # fmt: skip
+    call.run(
+        "query_gradient", kernels.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m) * call.B, call.Hq),
+        arguments, GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
+    )  # fmt: skip
+    arguments = (
+        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        *call.shapes,
+    )  # fmt: skip
+    call.run(
+        "key_gradient", kernels.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n) * call.B, call.Hkv),
+        arguments, WIDE=call.wide,
+    )  # fmt: skip
+    if gain is not None:
+        torch.sum(to_keys[kernels.GAIN_PLANE.value], (0, 2), out=dgain)
+    return dq, dk, dv, dgain
+
+
+def _rows_of(q: Tensor) -> Tensor:
+    return q.new_empty((kernels.FORWARD_PLANES, *q.shape[:3]), dtype=torch.float32)
+
+
+def _gain_like(q: Tensor, gain: Tensor | None) -> Tensor:
+    return q.new_empty(0 if gain is None else q.shape[1], dtype=torch.float32)
+
+
+def _forward_fake(q, k, v, gain, power, spec, *_):
+    cosine = AttentionSpec.from_literal(spec).cosine
+    return torch.empty_like(q), _rows_of(q), q.new_empty(k.shape[:3] if cosine else 0, dtype=torch.float32)
+
+
+def _backward_fake(q, k, v, o, do, rows, key_scale, gain, *_):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _gain_like(q, gain)
+
+
+_OPTIONS = (
+    "Tensor? gain, Tensor? power, str spec, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
+)
+forward_op = operator(
+    "window_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _forward,
+    _forward_fake,
+)  # fmt: skip
+backward_op = operator(
+    "window_backward",
+    f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, Tensor key_scale, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _backward, _backward_fake,
+)  # fmt: skip
+
+
+class _Window(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, gain, power, spec, causal, cu_seqlens, key_lengths, window):
+        o, rows, key_scale = below_autograd(
+            forward_op, q, k, v, gain, power, spec, causal, cu_seqlens, key_lengths, window
+        )
+        ctx.save_for_backward(q, k, v, o, rows, key_scale, gain, power, cu_seqlens, key_lengths)
+        ctx.options = spec, causal, window
+        ctx.mark_non_differentiable(rows, key_scale)
+        return o, rows, key_scale
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        q, k, v, o, rows, key_scale, gain, power, cu_seqlens, key_lengths = ctx.saved_tensors
+        spec, causal, window = ctx.options
+        dq, dk, dv, dgain = backward_op(
+            q, k, v, o, do, rows, key_scale, gain, power, spec, causal, cu_seqlens, key_lengths, window
+        )
+        return dq, dk, dv, None if gain is None else dgain.to(gain.dtype), None, None, None, None, None, None
+
+
+with_autograd(forward_op, _Window)
+refuse_gradient(backward_op, "fused attention has no second derivative; use impl='reference' for double backward")
