@@ -34,6 +34,7 @@ class Case:
     causal: bool = True
     seed: int = 0
     decode: bool = False
+    window: int | None = None
 
     @property
     def queries(self) -> int:
@@ -60,7 +61,8 @@ class Case:
     def __str__(self) -> str:
         decode = "decode " if self.decode else ""
         groups = "" if self.key_heads == self.heads else f"/{self.key_heads}"
-        return f"{decode}B {self.batch} H {self.heads}{groups} L {self.length} D {self.head_size} {self.dtype}"
+        window = "" if self.window is None else f" W {self.window}"
+        return f"{decode}B {self.batch} H {self.heads}{groups} L {self.length}{window} D {self.head_size} {self.dtype}"
 
 
 TOPIC_LENGTH, TOPIC_STRENGTH = 64, 1.25
@@ -108,7 +110,7 @@ def _ours(implementation: str) -> Callable[[AttentionSpec, Case], Attention]:
     def make(mechanism: AttentionSpec, case: Case) -> Attention:
         if implementation == "fused" and case.device != "cuda":
             raise Unavailable("needs a GPU")
-        return functools.partial(attention, spec=mechanism, causal=case.causal, impl=implementation)
+        return functools.partial(attention, spec=mechanism, causal=case.causal, window=case.window, impl=implementation)
 
     return make
 
@@ -133,7 +135,7 @@ def _eager(mechanism: AttentionSpec, case: Case) -> Attention:
     """What a user writes first: the formula, dense, through autograd. Inputs of half precision stay so."""
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        see = visibility(q.shape[2], k.shape[2], q.device, causal=case.causal)
+        see = visibility(q.shape[2], k.shape[2], q.device, causal=case.causal, window=case.window)
         return reference_attention(q, k, v, see.dense(k.shape[2]), mechanism)[0]
 
     return dense
@@ -169,6 +171,8 @@ def _sdpa(backend: str | None) -> Callable[[AttentionSpec, Case], Attention]:
     def make(mechanism: AttentionSpec, case: Case) -> Attention:
         if mechanism != spec("softmax"):
             raise Unavailable("SDPA computes softmax only")
+        if case.window is not None:
+            raise Unavailable("SDPA has no window; flex:softmax is the peer for windows")
         plain = functools.partial(
             F.scaled_dot_product_attention, is_causal=case.causal and not case.decode,  # it aligns one row top-left
             enable_gqa=case.heads != case.key_heads,
@@ -208,19 +212,22 @@ def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask = None
-    if case.causal:
+    reach = case.length if case.window is None else case.window
+
+    def seen(b, h, i, j):
+        return (i - j < reach) & ((i >= j) if case.causal else (j - i < reach))
+
+    if case.causal or case.window is not None:
         mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=case.device,
-            _compile=case.device == "cuda",
-        )  # fmt: skip
+            seen, None, None, case.length, case.length, device=case.device, _compile=case.device == "cuda"
+        )
     gqa = case.heads != case.key_heads
     if mechanism == spec("softmax"):
         return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
     if not (mechanism.cosine and mechanism.log_n and mechanism.activation == "softplus" and mechanism.divisor == "l1"):
         raise Unavailable("FlexAttention is set up for softmax, lssa and lssar")
-    n = torch.arange(1, case.length + 1, device=case.device, dtype=torch.float32)
-    if not case.causal:
-        n = torch.full_like(n, case.length)
+    see = visibility(case.length, case.length, torch.device(case.device), causal=case.causal, window=case.window)
+    n = (see.stop - see.start)[0].float()
     factor = score_factor(n, case.head_size, mechanism)
     power = mechanism.p
 

@@ -38,7 +38,8 @@ def check(function: Attention, mechanism: AttentionSpec, case: Case, gradients: 
     rows = _sampled_rows(case.queries, q.device)
     picked = torch.zeros_like(do)
     picked[:, :, rows] = do[:, :, rows]
-    visible = visibility(case.queries, case.length, q.device, causal=case.causal).dense(case.length)[:, :, rows]
+    see = visibility(case.queries, case.length, q.device, causal=case.causal, window=case.window)
+    visible = see.dense(case.length)[:, :, rows]
 
     def dense(dtype: torch.dtype, b: int) -> list[Tensor]:
         one = slice(b, b + 1)

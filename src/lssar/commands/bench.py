@@ -31,7 +31,11 @@ class Bench:
     heads: int = 4
     key_heads: int | None = None
     """As many as heads, if not given."""
+    tokens: int | None = None
+    """Batch times length: the batch of each length follows from it."""
     causal: bool = True
+    windows: list[int] = field(default_factory=list)
+    """Windows to measure, each on all lengths; none: the whole sequence. The peer for ratios is then flex:softmax."""
     decode: bool = False
     """One row against a cache of each length, in place of self-attention; forward alone."""
     device: str | None = None
@@ -83,11 +87,12 @@ class Bench:
         dtypes = self.dtypes or ["bfloat16" if device.startswith("cuda") else "float32"]
         return [
             Case(
-                self.batch, self.heads, self.key_heads or self.heads, length, size, dtype, device, self.causal,
-                self.seed, self.decode,
+                max(1, self.tokens // length) if self.tokens else self.batch, self.heads, self.key_heads or self.heads,
+                length, size, dtype, device, self.causal, self.seed, self.decode, window,
             )
             for size in self.head_sizes
             for dtype in dtypes
+            for window in self.windows or [None]
             for length in self.lengths
         ]  # fmt: skip
 
@@ -152,11 +157,11 @@ def _cells(row: dict[str, Any], columns: list[str], rows: list[dict[str, Any]]) 
     for obstacle in ("unavailable", "incorrect", "failed"):
         if obstacle in row:
             return [*("-" for _ in columns), "-", f"{obstacle}: {row[obstacle]}"]
-    peers = ("cudnn:softmax", "sdpa:softmax", "flash:softmax")
-    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "decode")
+    peers = ("cudnn:softmax", "sdpa:softmax", "flash:softmax", "flex:softmax")
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "decode", "window")
     alike = {r["contestant"]: r for r in rows if all(r[key] == row[key] for key in same) and columns[0] in r}
     peer = next((alike[name] for name in peers if name in alike), None)
-    ratios = ", ".join(f"{c.removesuffix('_ms')} {row[c] / peer[c]:.2f}x" for c in columns) if peer else "no SDPA here"
+    ratios = ", ".join(f"{c.removesuffix('_ms')} {row[c] / peer[c]:.2f}x" for c in columns) if peer else "no peer here"
     return [*(f"{row[c]:.3g}" for c in columns), f"{row['peak_extra_mib']:.0f}", ratios]
 
 

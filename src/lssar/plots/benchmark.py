@@ -20,26 +20,24 @@ _STYLES = {
 
 
 def plot_benchmark(result: dict[str, Any], path: Path, overwrite: bool = False) -> Path:
-    """Time and memory against length, a row of panels for each head size and dtype."""
+    """Time and memory against length, a row of panels for each head size, dtype and window."""
     plt = pyplot()
     rows = result["rows"]
     modes = [mode for mode in ("forward", "backward", "both") if any(f"{mode}_ms" in row for row in rows)]
-    settings = sorted({(row["head_size"], row["dtype"]) for row in rows})
+    settings = sorted({_setting(row) for row in rows})
     columns = [*(f"{mode}_ms" for mode in modes), "peak_extra_mib"]
     figure, axes = plt.subplots(
         len(settings), len(columns), figsize=(3.4 * len(columns), 3 * len(settings)), squeeze=False
     )
     names = list(dict.fromkeys(row["contestant"] for row in rows))
-    for line, (head_size, dtype) in zip(axes, settings):
+    for line, setting in zip(axes, settings):
         for axis, column in zip(line, columns):
             for index, name in enumerate(names):
                 implementation, mechanism = name.split(":")
                 points = sorted(
                     (row["length"], row[column])
                     for row in rows
-                    if row["contestant"] == name
-                    and (row["head_size"], row["dtype"]) == (head_size, dtype)
-                    and column in row
+                    if row["contestant"] == name and _setting(row) == setting and column in row
                 )
                 if points:
                     axis.plot(
@@ -49,7 +47,13 @@ def plot_benchmark(result: dict[str, Any], path: Path, overwrite: bool = False) 
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             what = "peak extra memory, MiB" if column == "peak_extra_mib" else f"{column.removesuffix('_ms')}, ms"
-            axis.set(xlabel="length", title=f"{what} (d {head_size}, {dtype})")
+            head_size, dtype, window = setting
+            within = f", window {window}" if window else ""
+            axis.set(xlabel="length", title=f"{what} (d {head_size}, {dtype}{within})")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     return save(figure, path, overwrite)
+
+
+def _setting(row: dict[str, Any]) -> tuple[int, str, int]:
+    return row["head_size"], row["dtype"], row.get("window") or 0

@@ -127,10 +127,16 @@ def _checked_gain(gain: Tensor | None, q: Tensor) -> Tensor | None:
     return gain
 
 
-def has_window_kernel(spec: Any) -> bool:
-    """Whether windows of this mechanism have kernels of their own: softmax of scaled scores, LSSA and LSSAR."""
+SHORT_WINDOW = 256
+"""Longest window for which LSSA and LSSAR use the windowed kernels; over more keys the general ones are faster."""
+
+
+def has_window_kernel(spec: Any, window: int | None) -> bool:
+    """Whether the windowed kernels compute this: softmax of scaled scores, and LSSA and LSSAR if the window is short."""
+    if window is None:
+        return False
     softmax = (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
-    return softmax or is_lssa(spec)
+    return softmax or (is_lssa(spec) and window <= SHORT_WINDOW)
 
 
 def window_attention(

@@ -101,31 +101,42 @@ HOPPER: dict[Key, Tile] = {
     ("activation_key_gradient", 64, 2): Tile(64, 64, 4, 2),
     ("activation_key_gradient", 128, 2): Tile(64, 64, 8, 2),
     ("activation_key_gradient", 256, 2): Tile(64, 32, 8, 2),
-    # windows of up to 192 keys, then longer ones
-    ("window_forward", 64, 2): Tile(64, 64, 4, 3),
-    ("window_forward", 128, 2): Tile(64, 64, 4, 2),
-    ("window_forward", 256, 2): Tile(64, 32, 8, 2),
-    ("window_query_gradient", 64, 2): Tile(64, 64, 4, 2),
-    ("window_query_gradient", 128, 2): Tile(64, 64, 4, 2),
-    ("window_query_gradient", 256, 2): Tile(64, 32, 8, 2),
-    ("window_key_gradient", 64, 2): Tile(64, 64, 4, 2),
-    ("window_key_gradient", 128, 2): Tile(64, 64, 8, 2),
-    ("window_key_gradient", 256, 2): Tile(32, 64, 8, 2),
-    ("window_forward_long", 64, 2): Tile(128, 64, 4, 3),
-    ("window_forward_long", 128, 2): Tile(128, 64, 8, 2),
-    ("window_forward_long", 256, 2): Tile(64, 32, 8, 2),
-    ("window_query_gradient_long", 64, 2): Tile(64, 64, 4, 3),
-    ("window_query_gradient_long", 128, 2): Tile(128, 64, 8, 2),
-    ("window_query_gradient_long", 256, 2): Tile(64, 32, 8, 2),
-    ("window_key_gradient_long", 64, 2): Tile(64, 64, 4, 3),
-    ("window_key_gradient_long", 128, 2): Tile(64, 64, 8, 2),
-    ("window_key_gradient_long", 256, 2): Tile(32, 64, 8, 2),
+}
+
+LONG_WINDOW = 192
+"""Windows of more keys take the tiles named `_long`."""
+WINDOW_PARTS = ("forward", "query_gradient", "key_gradient")
+WINDOW_KINDS = ("softmax", "cosine", "softplus")
+_NARROW = (Tile(64, 32, 4, 3, registers=168), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2))
+_BY_KEYS = (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))
+_WINDOW: dict[str, tuple[Tile, ...]] = {  # head sizes 64 and 128 are measured, 256 is not
+    "forward_softmax": (Tile(64, 64, 4, 2, registers=128), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
+    "forward_cosine": _NARROW,
+    "forward_softplus": _NARROW,
+    "query_gradient_softmax": (Tile(64, 32, 4, 4, registers=128), *_NARROW[1:]),
+    "query_gradient_softmax_long": (Tile(64, 64, 4, 2, registers=128), *_NARROW[1:]),
+    "query_gradient_cosine": _NARROW,
+    "query_gradient_softplus": (Tile(64, 32, 4, 3), *_NARROW[1:]),
+    "key_gradient_softmax": _BY_KEYS,
+    "key_gradient_softmax_long": (_BY_KEYS[0], Tile(64, 128, 8, 2), _BY_KEYS[2]),
+    "key_gradient_cosine": _BY_KEYS,
+    "key_gradient_cosine_long": (_BY_KEYS[0], Tile(64, 128, 8, 2), _BY_KEYS[2]),
+    "key_gradient_softplus": _BY_KEYS,
+}
+_WINDOW_NAMES = [f"{part}_{kind}{size}" for part in WINDOW_PARTS for kind in WINDOW_KINDS for size in ("", "_long")]
+HOPPER |= {
+    (f"window_{name}", d, 2): tile
+    for name in _WINDOW_NAMES
+    for d, tile in zip((64, 128, 256), _WINDOW.get(name, _WINDOW[name.removesuffix("_long")]))
 }
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
     for part in ("forward", "query_gradient", "key_gradient")
-    for kernel in (part, f"activation_{part}", f"window_{part}", f"window_{part}_long")
+    for kernel in (part, f"activation_{part}")
     for d in (64, 128, 256)
+}
+OTHER |= {
+    (f"window_{name}", d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2) for name in _WINDOW_NAMES for d in (64, 128, 256)
 }
 FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
 INTERPRETED = Tile(32, 32, 1, 1, n1=64, tma=True)

@@ -1,8 +1,8 @@
 """Kernels for short windows: softmax and cosine softmax, LSSA and LSSAR, forward and backward.
 
-A program holds a block of rows (in the last kernel, of keys) and reads the few tiles of keys (rows) that they see. q and
-k are read as they are: scores are products of the raw tiles, times a factor for the row and, with cosine, 1 / |k| of the
-key, so no normalised copies are made. Scores are kept in base 2. KIND says what the weights of a row are:
+A program holds a block of rows (in the last kernel, of keys) and reads the few tiles of keys (rows) that they see. q
+and k are read as they are: scores are products of the raw tiles, times a factor for the row and, with cosine, 1 / |k|
+of the key, so no normalised copies are made. Scores are kept in base 2. KIND says what the weights of a row are:
 
     EXP         2^(x - m) / Z: softmax
     SOFTPLUS    2a / Z with 2a = 2 log2(1 + 2^x): LSSA
@@ -275,7 +275,7 @@ def _careful_sums(
     q, row_factor, k_ptr, k_stride, lo, hi, row_start, row_stop, key_stop,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Shift and Z of softmax whose scores may leave the range of float32: differences are taken before they are scaled."""
+    """Shift and Z of softmax whose scores may leave the range of float32: it scales differences, not scores."""
     N: tl.constexpr = 16
     offsets, columns = tl.arange(0, N), tl.arange(0, BLOCK_D)
     shift = tl.full([M], -float("inf"), tl.float32)
@@ -331,6 +331,48 @@ def _rewrite_output(
         _store_rows(o_ptr, o, first_row, Lq, o_stride, tl.arange(0, M), some, D)
 
 
+@triton.jit
+def _weighted_values(
+    q, factor, row_factor, slope, intercept, p, k_ptr, v_ptr, key_scale_ptr, k_stride, v_stride, lo, hi,
+    full_lo, full_hi, row_start, row_stop, key_stop, columns,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Over keys lo..hi: sum of weights times v [M, D], sum of weights, shift of scores and largest product, all [M]."""
+    offsets = tl.arange(0, N)
+    highest = tl.full([M], -float("inf"), tl.float32)
+    shift = tl.abs(factor)  # of scores, for EXP
+    o = tl.zeros([M, BLOCK_D], tl.float32)
+    z = tl.zeros([M, 4], tl.float32)
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
+        k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE)
+        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True)  # [N, D]
+        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        masked = (start < full_lo) | (start + N > full_hi)
+        keys = (start + offsets)[None, :]
+        if KIND == EXP and not FIXED:
+            if COSINE:
+                x = x * key_scale[None, :] * row_factor[:, None]
+            x = _hide(x, keys, row_start, row_stop, masked, -float("inf"))
+            last = shift
+            highest = tl.maximum(highest, tl.max(x, 1))
+            shift = highest if COSINE else highest * row_factor
+            shift = tl.minimum(tl.maximum(shift, -FAR), FAR)  # finite in rows that have seen no key yet
+            shrink = tl.where(start > lo, ex2(last - shift), 0.0)
+            if COSINE:
+                weight = ex2(x - shift[:, None])
+            else:
+                weight = ex2(x * row_factor[:, None] - shift[:, None])
+            o, z = o * shrink[:, None], z * shrink[:, None]
+        else:
+            weight = _weights(x, key_scale, row_factor, shift, slope, intercept, p, KIND, P, LOG_DEGREE)
+            weight = _hide(weight, keys, row_start, row_stop, masked, 0.0)
+        z += lane_sum(weight, M, N)
+        o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
+    return o, tl.sum(z, 1), shift, highest
+
+
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
@@ -355,7 +397,7 @@ def forward_kernel(
     o_ptr += b * o_stride_b + h * o_stride_h
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
-    row_offsets, offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = _block_of_keys(
@@ -387,37 +429,11 @@ def forward_kernel(
             columns, D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES,
         )  # fmt: skip
         slope, intercept = _weight_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
-    highest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    shift = tl.abs(factor)  # of scores, for EXP
-    o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    z = tl.zeros([BLOCK_M, 4], tl.float32)
-    for start in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride_l, offsets, columns, D, COSINE)
-        v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
-        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-        masked = (start < full_lo) | (start + BLOCK_N > full_hi)
-        keys = (start + offsets)[None, :]
-        if KIND == EXP and not FIXED:
-            if COSINE:
-                x = x * key_scale[None, :] * row_factor[:, None]
-            x = _hide(x, keys, row_start, row_stop, masked, -float("inf"))
-            last = shift
-            highest = tl.maximum(highest, tl.max(x, 1))
-            shift = highest if COSINE else highest * row_factor
-            shift = tl.minimum(tl.maximum(shift, -FAR), FAR)  # finite in rows that have seen no key yet
-            shrink = tl.where(start > lo, ex2(last - shift), 0.0)
-            if COSINE:
-                weight = ex2(x - shift[:, None])
-            else:
-                weight = ex2(x * row_factor[:, None] - shift[:, None])
-            o, z = o * shrink[:, None], z * shrink[:, None]
-        else:
-            weight = _weights(x, key_scale, row_factor, shift, slope, intercept, p, KIND, P, LOG_DEGREE)
-            weight = _hide(weight, keys, row_start, row_stop, masked, 0.0)
-        z += lane_sum(weight, BLOCK_M, BLOCK_N)
-        o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
-
-    z_row = tl.sum(z, 1)
+    o, z_row, shift, highest = _weighted_values(
+        q, factor, row_factor, slope, intercept, p, k_ptr, v_ptr, key_scale_ptr, k_stride_l, v_stride_l, lo, hi,
+        full_lo, full_hi, row_start, row_stop, key_stop, columns,
+        KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES,
+    )  # fmt: skip
     inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), 0.0)
     o = o * inverse[:, None]
     _store_rows(o_ptr, o, first_row, Lq, o_stride_l, row_offsets, columns, D)
@@ -642,7 +658,7 @@ def _key_terms(
     x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes the row's products scores."""
+    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
     if KIND == EXP:
         first = tl.load(at, mask=inside, other=FAR)[:, None]
         second = tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR)[:, None]

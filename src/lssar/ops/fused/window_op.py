@@ -13,7 +13,7 @@ from lssar.ops.fused import window as kernels
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
-from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
+from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -65,7 +65,8 @@ class _Call:
             self.constants["KIND"] == kernels.EXP.value and self.constants["COSINE"] and gain is None
             and q.dtype != torch.float16 and spread < LARGEST_SPREAD
         )  # fmt: skip
-        self.size = "" if longest <= 192 else "_long"
+        kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
+        self.tiles = kind if longest <= LONG_WINDOW else f"{kind}_long"
 
     def key_scale(self, k: Tensor) -> Tensor:
         """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
@@ -89,7 +90,7 @@ class _Call:
             tile_constants = {key: x for key, x in tile_constants.items() if key not in ("TMA", "CACHE")}
             start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
 
-        launch(f"window_{name}{self.size}", self.D, self.itemsize, False, run)
+        launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, False, run)
 
 
 def _forward(
@@ -165,9 +166,7 @@ def _backward_fake(q, k, v, o, do, rows, key_scale, gain, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _gain_like(q, gain)
 
 
-_OPTIONS = (
-    "Tensor? gain, Tensor? power, str spec, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
-)
+_OPTIONS = "Tensor? gain, Tensor? power, str spec, bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
 forward_op = operator(
     "window_forward", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _forward,
     _forward_fake,

@@ -1,0 +1,280 @@
+"""The windowed kernels against the float64 reference: in Triton's interpreter at small shapes, on a GPU in full."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lssar
+from lssar.ops import fused
+from lssar.ops.fused import tiles
+from tests.helpers import eager, with_gradients
+
+pytest.importorskip("triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SPECS = {
+    "softmax": lssar.spec("softmax"),
+    "cosine softmax": lssar.spec("cosine_softmax"),
+    "ssmax": lssar.spec("ssmax"),
+    "lssa": lssar.spec("lssa"),
+    "lssar": lssar.spec("lssar"),
+    "lssar p=2.5": lssar.spec("lssar", p=2.5),
+}
+BOUNDS = {  # relative root mean square error: a few times what is measured; the interpreter truncates to bfloat16
+    torch.float32: {"o": 3e-6, "gradient": 2e-5},
+    torch.float16: {"o": 1.5e-3, "gradient": 3e-3},
+    torch.bfloat16: {"o": 8e-3, "gradient": 1.2e-2} if CUDA else {"o": 1.5e-2, "gradient": 4e-2},
+}
+
+
+def tensors(B=1, Hq=2, Hkv=1, Lq=70, Lk=None, D=32, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, Hq, Lq, D), (B, Hkv, Lk or Lq, D), (B, Hkv, Lk or Lq, D), (B, Hq, Lq, D)
+    return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
+
+
+def run(q, k, v, do, spec, **view):
+    return with_gradients(lambda *x: fused.window_attention(*x, spec, **{"causal": True, **view}), (q, k, v), do)
+
+
+def size(x):
+    return x.double().square().mean().sqrt().item()
+
+
+def compare(q, k, v, do, spec, note="", **view):
+    """Relative error in the root mean square within BOUNDS; of gradients, against the terms of their differences."""
+    see = {"causal": True, **view}
+    poison = [torch.full_like(x, torch.nan) for x in (q, q, k, k, v, v)]
+    del poison  # the allocator hands these out again: what is not written shows
+    got = run(q, k, v, do, spec, **see)
+    inputs = tuple(x.double() for x in (q, k, v))
+    exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, **see), inputs, do.double())
+    bounds = BOUNDS[q.dtype]
+    for name, x, r in zip(("o", "dq", "dk", "dv"), got, exact):
+        assert x.isfinite().all(), f"{note}: {name} is not finite"
+        scale = size(r)
+        if name in ("dq", "dk"):  # rows that see one key have none, but for rounding
+            scale = max(scale, 0.1 * size(do) * size(v) / max(size(q if name == "dq" else k), 1e-30))
+        allowed = bounds["o" if name == "o" else "gradient"] * scale
+        assert size(x - r) <= allowed, f"{note}: {name} is off by {size(x - r):.3g}, allowed {allowed:.3g}"
+    return got
+
+
+PACK = torch.tensor([0, 3, 40, 41, 70])
+VIEWS = {
+    "window 1": {"window": 1},
+    "window 2": {"window": 2},
+    "window 3": {"window": 3},
+    "window 7": {"window": 7},
+    "window 32": {"window": 32},
+    "longer than the keys": {"window": 100},
+    "to both sides": {"window": 20, "causal": False},
+    "pack": {"window": 7, "cu_seqlens": PACK},
+    "full pack": {"window": 20, "cu_seqlens": PACK, "causal": False},
+}
+
+
+def on_device(view):
+    return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in view.items()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "view"),
+    [(spec, view) for i, view in enumerate(VIEWS) for j, spec in enumerate(SPECS) if (i + j) % 3 == 0],
+)
+def test_what_rows_see(spec, view):
+    compare(*tensors(), SPECS[spec], f"{spec}, {view}", **on_device(VIEWS[view]))
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
+def test_half_types(dtype, spec):
+    compare(*tensors(D=64, dtype=dtype), SPECS[spec], window=20)
+
+
+@pytest.mark.parametrize("D", [16, 40, 64])
+@pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (2, 2), (3, 3), (4, 4), (33, 70), (70, 40)])
+def test_lengths_and_head_sizes(Lq, Lk, D):
+    for spec in ("softmax", "lssar") if (Lq + D) % 2 else ("cosine softmax", "lssa"):
+        compare(*tensors(Lq=Lq, Lk=Lk, D=D), SPECS[spec], f"{Lq}, {Lk}", window=7)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_padding_may_hold_anything(spec):
+    q, k, v, do = tensors(B=2, Lq=50)
+    view = {"window": 20, "key_lengths": torch.tensor([40, 0], device=DEVICE)}
+    clean = compare(q, k, v, do, SPECS[spec], **view)
+    for b, n in enumerate((40, 0)):
+        k[b, :, n:], v[b, :, n:] = torch.nan, torch.inf
+    dirty = run(q, k, v, do, SPECS[spec], **view)
+    assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
+    assert not clean[0][1].any() and not clean[1][1].any() and not clean[2][1].any() and not clean[3][1].any()
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_values_that_are_not_finite_stay_in_the_rows_that_see_them(spec):
+    q, k, v, do = tensors(Hq=1, Lq=70, D=16)
+    clean = run(q, k, v, do, SPECS[spec], window=7)[0]
+    v[:, :, 30, 3], v[:, :, 31, 5] = torch.inf, torch.nan
+    dirty = run(q, k, v, do, SPECS[spec], window=7)[0]
+    see = torch.zeros(70, 16, dtype=torch.bool, device=DEVICE)
+    see[30:37, 3] = see[31:38, 5] = True
+    assert not dirty[0, 0][see].isfinite().any()
+    torch.testing.assert_close(dirty[0, 0][~see], clean[0, 0][~see])
+
+
+def test_groups_and_strides():
+    """Heads shared by groups; q, k, v as slices of one tensor laid out (B, L, heads, D), and no copy of the layout."""
+    packed = torch.randn(2, 37, 8, 32, device=DEVICE)
+    q, k, v = packed[:, :, :4].transpose(1, 2), packed[:, :, 4:6].transpose(1, 2), packed[:, :, 6:].transpose(1, 2)
+    do = torch.randn(2, 37, 4, 32, device=DEVICE).transpose(1, 2)
+    for spec in ("cosine softmax", "lssar"):
+        o = compare(q, k, v, do, SPECS[spec], window=20)[0]
+        assert o.shape == q.shape
+    assert fused.window_attention(q, k, v, SPECS["softmax"], causal=True, window=9).transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssa", "lssar"])
+def test_adversarial_rows(spec):
+    q, k, v, do = tensors(Hq=1, Lq=40)
+    cosine = SPECS[spec].cosine
+    cases = {
+        "equal keys": (q, k[:, :, :1].expand_as(k).contiguous()),
+        "anti-aligned": (q, -q[:, :1, -1:].expand_as(k) + 0.01 * k),
+        "needle": (q, torch.cat([-q[:, :1, -1:].expand(-1, -1, 39, -1), q[:, :1, -1:]], 2)),
+        "tiny and huge": (q * 1e-18, k * 1e18) if cosine else (q * 1e-18, k * 3e17),
+        "zero query": (q.clone().index_fill_(2, torch.tensor([7, 30], device=DEVICE), 0), k),
+    }
+    for note, (a, b) in cases.items():
+        compare(a, b, v, do, SPECS[spec], note, window=20)
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=NAMES.get)
+def test_norms_to_the_ends_of_the_range(spec, dtype):
+    """The output is finite and right: with cosine it does not depend on norms, else the largest score takes all."""
+    q, k, v, do = tensors(Hq=1, Lq=20, dtype=dtype)
+    for up, down in ((1e30, 1e30), (1e30, 1e-30), (1e-30, 1e30)):
+        if SPECS[spec].cosine:
+            expected = run(q, k, v, do, SPECS[spec], window=7)[0]
+        else:
+            inputs = (x.double() for x in (q * up, k * down, v))
+            expected = eager(*inputs, SPECS[spec], torch.float64, causal=True, window=7).to(dtype)
+        got = run(q * up, k * down, v, do, SPECS[spec], window=7)
+        assert all(x.isfinite().all() for x in got)
+        assert size(got[0] - expected) <= 2 * BOUNDS[dtype]["o"] * size(expected), (up, down)
+
+
+@pytest.mark.parametrize("spec", ["cosine softmax", "lssa", "lssar"])
+def test_gain(spec):
+    """As multiplying the scores of each head, gradient included."""
+    q, k, v, do = tensors(Hq=3, Lq=40, D=16)
+    gain = torch.tensor([0.5, 1.7, -1.2], device=DEVICE)
+    call = lambda *x: fused.window_attention(*x[:3], SPECS[spec], causal=True, window=9, gain=x[3])  # noqa: E731
+    got = with_gradients(call, (q, k, v, gain), do)
+    from lssar.ops.reference import scores, weights
+    from lssar.visibility import visibility
+
+    def dense(q, k, v, gain):
+        visible = visibility(40, 40, q.device, causal=True, window=9).dense(40).expand(1, 3, 40, 40)
+        n = visible.sum(-1, keepdim=True).to(q.dtype)
+        k, v = (x.expand(-1, 3, -1, -1) for x in (k, v))
+        s = scores(q, k, n, SPECS[spec]) * gain[:, None, None]
+        return weights(s, visible, n, q.shape[-1], SPECS[spec]) @ v
+
+    exact = with_gradients(dense, tuple(x.double() for x in (q, k, v, gain)), do.double())
+    for name, x, r in zip(("o", "dq", "dk", "dv", "dgain"), got, exact):
+        assert size(x - r) <= 2e-5 * size(r), name
+
+
+def test_a_power_that_changes():
+    """A 0-dim tensor in the place of the spec's p, whole or not."""
+    q, k, v, do = tensors(Lq=40)
+    for p in (1.0, 3.0, 7.5):
+        call = lambda *x: fused.window_attention(  # noqa: E731
+            *x,
+            SPECS["lssar"],
+            causal=True,
+            window=9,
+            power=torch.tensor(p),  # noqa: B023
+        )
+        expected = run(q, k, v, do, lssar.spec("lssar", p=p), window=9)
+        assert all(torch.equal(a, b) for a, b in zip(with_gradients(call, (q, k, v), do), expected))
+
+
+@pytest.mark.parametrize("spec", ["softmax", "lssar"])
+def test_attention_dispatches_here(spec, monkeypatch):
+    q, k, v, _ = tensors(Lq=40)
+    called = []
+    monkeypatch.setattr(fused, "window_attention", lambda *a, **b: called.append(b["window"]))
+    lssar.attention(q, k, v, spec, window=9, impl="fused")
+    assert called == [9]
+
+
+@pytest.mark.parametrize("spec", ["cosine softmax", "lssar"])
+def test_operators_are_what_pytorch_expects(spec):
+    from lssar.ops.fused.window_op import forward_op
+
+    q, k, v, _ = (x.requires_grad_() for x in tensors(Lq=20, D=16))
+    power = torch.tensor(3.0) if spec == "lssar" else None
+    torch.library.opcheck(forward_op, (q, k, v, None, power, SPECS[spec].literal, True, None, None, 9))
+
+
+def test_second_derivative_is_refused():
+    q, k, v, _ = tensors(Lq=5)
+    q.requires_grad_()
+    o = fused.window_attention(q, k, v, SPECS["softmax"], causal=True, window=3)
+    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("spec", ["softmax", "lssar"])
+def test_tiles_of_64_keys(spec, monkeypatch):
+    """dk and dv are summed the other way round with fewer keys, which is what the interpreter has elsewhere."""
+    monkeypatch.setattr(tiles, "INTERPRETED", tiles.Tile(32, 64, 1, 1))
+    compare(*tensors(Lq=70, D=16), SPECS[spec], window=20)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5), (1, 2, 0)])
+def test_nothing_to_see(shape):
+    B, H, Lk = shape
+    q, k, v = (torch.zeros(B, H, L, 16, device=DEVICE) for L in (5, Lk, Lk))
+    for spec in ("softmax", "lssar"):
+        assert not fused.window_attention(q, k, v, SPECS[spec], causal=True, window=3).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssa", "lssar"])
+@pytest.mark.parametrize("D", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
+def test_gpu_grid(dtype, D, spec):
+    for L, window in ((63, 7), (333, 128), (1111, 300)):
+        compare(*tensors(B=2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype), SPECS[spec], f"{L}, {window}", window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_gpu_same_bits_every_run(D, spec):
+    inputs = tensors(B=2, Hq=4, Hkv=2, Lq=777, D=D, dtype=torch.bfloat16)
+    runs = [run(*inputs, SPECS[spec], window=128) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(other, runs[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["cosine_softmax", "lssar"])
+def test_gpu_compile_and_cuda_graph(spec):
+    q, k, v, do = tensors(B=1, Hq=4, Hkv=4, Lq=256, D=64, dtype=torch.bfloat16)
+    call = lambda *x: lssar.attention(*x, spec, window=100)  # noqa: E731
+    want = with_gradients(call, (q, k, v), do)
+    got = with_gradients(torch.compile(call, fullgraph=True), (q, k, v), do)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = call(q, k, v)
+    graph.replay()
+    assert torch.equal(o, want[0])
