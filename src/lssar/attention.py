@@ -146,7 +146,7 @@ def _by_kernels(
     if obstacle is None:
         _refuse_forward_mode(impl, q, k, v)
         p = spec.p if power is None else power
-        if window is not None and fused.has_window_kernel(spec):
+        if fused.has_window_kernel(spec, window):
             return fused.window_attention(q, k, v, spec, power=power, gain=gain, **view)
         if not fused.is_lssa(spec):
             return fused.activation_attention(q, k, v, spec, p=power, gain=gain, **view)

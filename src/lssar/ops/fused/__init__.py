@@ -132,7 +132,7 @@ SHORT_WINDOW = 256
 
 
 def has_window_kernel(spec: Any, window: int | None) -> bool:
-    """Whether the windowed kernels compute this: softmax of scaled scores, and LSSA and LSSAR if the window is short."""
+    """Whether the windowed kernels compute this: softmax of scaled scores; LSSA and LSSAR if the window is short."""
     if window is None:
         return False
     softmax = (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
