@@ -12,7 +12,7 @@ from torch import Tensor
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
+from lssar.ops.fused.op import LOG_DEGREES, visibility_arguments
 from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
@@ -53,7 +53,7 @@ class _Call:
         self.itemsize = q.element_size()
         p = AttentionSpec.from_literal(spec).p if power is None else float(power)
         self.p = 1.0 if p is None else float(p)
-        seen, visibility = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
+        seen, visibility = visibility_arguments(q, self.Lk, causal, cu_seqlens, key_lengths, window)
         self.shapes = (self.Hq, self.Hkv, *seen)
         self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility
         self.gain = gain
