@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import sys
 import time
 import traceback
@@ -33,6 +34,7 @@ from lssar.records import environment, write_json
 from lssar.specs import AttentionSpec
 from lssar.testing import EPS, assert_close_to_reference, with_gradients
 from lssar.visibility import visibility
+from tests.fuzz_jobs import in_processes
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
 SIZES = ("moderate", "moderate", "moderate", "tiny", "huge", "mixed", "zero", "largest")
@@ -230,7 +232,9 @@ def check_containment(call: Call, impl: str, got: tuple[Tensor, ...]) -> None:
         assert ((x[~gone] - y[~gone]).abs() <= limit).all(), f"{name} changed where nothing of the kind is seen"
 
 
-def fuzz(cases: int, seed: int, first: int = 0, minutes: float | None = None, progress: bool = False) -> dict[str, Any]:
+def fuzz(
+    first: int, cases: int, seconds: float = float("inf"), *, seed: int = 0, progress: bool = False
+) -> dict[str, Any]:
     """Counts of what was run, and every failure."""
     counts: collections.Counter[str] = collections.Counter()
     failures: list[dict[str, Any]] = []
@@ -251,7 +255,7 @@ def fuzz(cases: int, seed: int, first: int = 0, minutes: float | None = None, pr
         done += 1
         if progress and done % 2000 == 0:
             print(f"{done} cases, {len(failures)} failures", file=sys.stderr, flush=True)
-        if minutes is not None and time.perf_counter() - start > 60 * minutes:
+        if time.perf_counter() - start > seconds:
             break
     about = {"seed": seed, "first": first, "cases": done, "native": native.isa()}
     return about | {"counts": dict(counts), "failures": failures}
@@ -263,7 +267,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="run this case alone and print it")
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="write counts as JSON; an existing file is replaced")
     asked = parser.parse_args(words)
     if asked.only is not None:
@@ -271,7 +276,8 @@ def main(words: list[str] | None = None) -> int:
         call = draw_call(Draw(asked.seed, asked.only))
         shapes = {name: tuple(x.shape) for name, x in call.tensors.items()}
         print(call.spec, shapes, call.kinds, call.options, sep="\n")
-    result = fuzz(asked.cases, asked.seed, asked.first, asked.minutes, progress=True)
+    run = functools.partial(fuzz, seed=asked.seed, progress=True)
+    result = in_processes(run, asked.first, asked.cases, 60 * asked.minutes, asked.jobs)
     if asked.out is not None:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(asked.out, result | {"environment": environment()}, overwrite=True)

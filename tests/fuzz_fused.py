@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import random
 import sys
@@ -27,6 +28,7 @@ import lssar
 from lssar.ops import fused
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
+from tests.fuzz_jobs import in_processes
 from tests.helpers import with_gradients
 
 CUDA = torch.cuda.is_available()
@@ -247,8 +249,12 @@ def run(case: Case) -> list[str]:
         return [f"{type(problem).__name__}: {str(problem)[:300]}"]
 
 
+def print_now(line: str) -> None:
+    print(line, flush=True)
+
+
 def fuzz(
-    first: int, cases: int, small: bool, seconds: float = float("inf"), report=lambda line: None
+    first: int, cases: int, seconds: float = float("inf"), *, small: bool, report=lambda line: None
 ) -> dict[str, Any]:
     """Counts of cases by kind, dtype and view, and the failures."""
     counts: Counter[str] = Counter()
@@ -275,10 +281,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="JSON file for the counts")
     arguments = parser.parse_args()
-    print_now = lambda line: print(line, flush=True)  # noqa: E731
-    result = fuzz(arguments.first, arguments.cases, not CUDA, arguments.seconds, print_now)
+    run_cases = functools.partial(fuzz, small=not CUDA, report=print_now)
+    result = in_processes(run_cases, arguments.first, arguments.cases, arguments.seconds, arguments.jobs)
     print(f"{result['cases']} cases, {len(result['failures'])} failures")
     if arguments.out:
         from lssar.records import environment, write_json

@@ -12,7 +12,7 @@ from tests.helpers import shifted_seed
 
 @pytest.mark.parametrize("cases", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_nothing_is_found(cases):
-    result = fuzz_attention.fuzz(cases, seed=1 + shifted_seed(0))
+    result = fuzz_attention.fuzz(0, cases, seed=1 + shifted_seed(0))
     assert result["failures"] == []
     assert result["counts"]["calls"] == 3 * cases
 
@@ -20,13 +20,13 @@ def test_nothing_is_found(cases):
 def test_it_finds_a_wrong_output(monkeypatch):
     right = tiled._output
     monkeypatch.setattr(tiled, "_output", lambda call: right(call) * (1 + 2.0**-6))
-    assert fuzz_attention.fuzz(30, seed=1)["failures"]
+    assert fuzz_attention.fuzz(0, 30, seed=1)["failures"]
 
 
 def test_it_finds_a_leak(monkeypatch):
     """Without containment an inf in a hidden value makes NaN of rows that do not see it."""
     monkeypatch.setattr(tiled.NonFinite, "output", lambda self, o: o * torch.nan)
-    problems = [x["problem"] for x in fuzz_attention.fuzz(100, seed=1)["failures"]]
+    problems = [x["problem"] for x in fuzz_attention.fuzz(0, 100, seed=1)["failures"]]
     assert problems and all("not finite where nothing of the kind is seen" in text for text in problems)
 
 
