@@ -205,8 +205,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("attention", ["lssar", "cosine_softmax"])
 def test_fused_prefill_and_decode_give_the_same(maker, attention, monkeypatch):
-    """What a GPU would run, in Triton's interpreter and PyTorch's kernels: reading, a few rows, single rows."""
-    import lssar.nn
+    """What a GPU would run, in Triton's interpreter and PyTorch's kernels: prefill, a few rows, single rows."""
+    import lssar.nn.layers
 
     model = model_of(attention)
     tiled = evaluate_retrieval(model, maker, "copy", 40, samples=1)
@@ -216,7 +216,7 @@ def test_fused_prefill_and_decode_give_the_same(maker, attention, monkeypatch):
         shapes.append((q.shape[2], k.shape[2]))
         return lssar.attention(q, k, v, *rest, **options, impl="fused")
 
-    monkeypatch.setattr(lssar.nn, "attention", fused)
+    monkeypatch.setattr(lssar.nn.layers, "attention", fused)
     found = evaluate_retrieval(model, maker, "copy", 40, samples=1)
     assert {(31, 31), (8, 39)} <= set(shapes)
     assert found["nats"] == pytest.approx(tiled["nats"], rel=1e-3)

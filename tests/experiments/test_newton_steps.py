@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import lssar.nn
+import lssar.nn.layers
 from lssar.experiments.newton import steps
 from lssar.experiments.newton.model import OrbitModel, orbit_model_config
 from lssar.experiments.newton.orbits import WORLDS
@@ -184,7 +184,7 @@ def taped(monkeypatch):
     for name in ("synchronize", "empty_cache", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     # as on a GPU: the fused operators, and no look at values
-    monkeypatch.setattr(lssar.nn, "attention", functools.partial(lssar.nn.attention, impl="fused"))
+    monkeypatch.setattr(lssar.nn.layers, "attention", functools.partial(lssar.attention, impl="fused"))
     return made
 
 
