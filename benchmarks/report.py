@@ -1,6 +1,6 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table stands between `<!-- figures: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
+A table stands between `<!-- results: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
 `python -m tests.attack`, `fuzz` that of `python -m tests.fuzz_attention`. `ratios COMMIT` makes one of the lines that
@@ -19,7 +19,7 @@ from pathlib import Path
 from lssar.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"(<!-- figures: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
+BLOCK = re.compile(r"(<!-- results: (\S+) (.*?) -->\n).*?(<!-- end -->)", re.S)
 
 
 def table(paths: list[Path], words: list[str]) -> str:

@@ -33,7 +33,7 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_figures_come_from_the_committed_results():
+def test_tables_come_from_the_committed_results():
     check = subprocess.run(
         [sys.executable, "benchmarks/report.py", "--check"], cwd=ROOT, capture_output=True, text=True
     )
