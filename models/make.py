@@ -71,7 +71,7 @@ RELEASES = (
     ),
     Release(
         "books-6m", ("long-6m", "--data", "DATA"), "a long reader of 6.3M parameters, on English books",
-        "440 public-domain and CC BY books (Project Gutenberg, Wright American Fiction, VWWP, ELTeC-eng; 45M GPT-2 "
+        "393 public-domain and CC BY books (Project Gutenberg, Wright American Fiction, VWWP, ELTeC-eng; 40M GPT-2 "
         "tokens), in a byte-level BPE vocabulary of 4,096 trained on them; 42 other books are held out. In 25% of the "
         "windows synthetic documents ask for passkeys, needles in book text, or recall of pairs.",
         "It has 6.3M parameters: its sentences are mostly grammatical and its stories go nowhere. It knows no facts, "

@@ -48,6 +48,8 @@ class Row:
     p_schedule: str | None = None
     evaluation: Evaluation = field(default_factory=Length)
     setting: Setting = "text"
+    budget: int = 1
+    """Training steps as a multiple of those of the scale."""
     seeds: int = 1
     rank: int = 0
     """Arms of a lower rank are trained first, all seeds included."""
@@ -148,7 +150,8 @@ class Scale:
         layout = row.layout.format(window=self.window, half=self.window // 2, double=2 * self.window)
         own = {"attention": row.attention, "p": p, "position": row.position, "layout": layout, "seed": seed}
         changes = {} if row.setting == "text" else self.settings[row.setting]
-        return self.base.replace(**{**changes, **own, "p_schedule": row.p_schedule})
+        steps = row.budget * changes.get("steps", self.base.steps)
+        return self.base.replace(**{**changes, **own, "p_schedule": row.p_schedule, "steps": steps})
 
     def arm(self, row: Row, seed: int) -> Arm:
         return Arm(recipe=self.recipe(row, seed), data=self.data)

@@ -1,9 +1,9 @@
 """The experiment `mixed`: local layers with rotary positions and a window, global layers without positions.
 
 Trained at a short length (512 tokens at scale h200), evaluated to 512 times of it: loss by length on held-out documents
-that are joined, passkeys, needles in real text, and recall. Rows of rank 0 decide the claims m1 to m5 (`claims.py`)
-with three seeds; rows of rank 1 explain them with one: other mechanisms in the global layers, other powers and
-schedules, windows, patterns and positions.
+that are joined, passkeys, needles in real text, and recall. Rows with three seeds decide the claims m1 to m5
+(`mixed_claims.py`); rows with one explain them: other mechanisms in the global layers, other powers and schedules,
+windows, patterns and positions.
 
 What the questions of a cell share: a passkey has a context of its own; up to 8 needles and 16 pairs to recall share a
 context, and the intervals count contexts as clusters (`lssar.evaluation.retrieval`). Every arm gets the same contexts
@@ -26,11 +26,14 @@ MIXED = "mixed@{window}"
 ON_CPU: tuple[ScaleName, ...] = ("smoke", "laptop")
 
 
-def _row(label: str, attention: str, layout: str = MIXED, *, seeds: int = 1, **changes: Any) -> Row:
+def _row(
+    label: str, attention: str, layout: str = MIXED, *, seeds: int = 1, rank: int | None = None, **changes: Any
+) -> Row:
     questions = DECIDING if seeds > 1 else EXPLAINING
     also = tuple(Retrieval(task=task, multiples=None, questions=questions) for task in ("passkey", "needles", "recall"))
     return Row(
-        label=label, attention=attention, layout=layout, setting="long", seeds=seeds, rank=int(seeds == 1),
+        label=label, attention=attention, layout=layout, setting="long", seeds=seeds,
+        rank=3 * (seeds == 1) if rank is None else rank,
         evaluation=Length(to=None), also=also, **changes,
     )  # fmt: skip
 
@@ -52,9 +55,10 @@ EXPERIMENT = Experiment(
         _row("mixed, LSSAR annealed", "lssar", p_schedule=ANNEALED, seeds=3),
         _row("mixed, cosine softmax", "cosine_softmax", seeds=3),
         _row("mixed, SSMax", "ssmax", seeds=3),
+        _row("mixed, cosine softmax, twice the tokens", "cosine_softmax", budget=2, seeds=3, rank=1),
         # Other mechanisms in the global layers, and a power that is high from the start.
-        _row("mixed, LSSAR, p = 15 fixed", "lssar"),
-        _row("mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31"),
+        _row("mixed, LSSAR, p = 15 fixed", "lssar", rank=1),
+        _row("mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31", rank=2),
         _row("mixed, softmax", "softmax"),
         _row("mixed, LSSA", "lssa"),
         # Without the layout.
@@ -78,7 +82,7 @@ EXPERIMENT = Experiment(
         # A learned gain for each head; and another threshold than 1, on a CPU only: the fused kernels subtract 1, and
         # at 262,144 tokens nothing else is fast enough.
         _row("mixed, LSSAR annealed, learned gain", "lssar,head_scale=1", p_schedule=ANNEALED),
-        _row("mixed, cosine softmax, learned gain", "cosine_softmax,head_scale=1"),
+        _row("mixed, cosine softmax, learned gain", "cosine_softmax,head_scale=1", rank=2),
         _row("mixed, LSSAR annealed, threshold 0.5", "lssar,threshold=0.5", p_schedule=ANNEALED, scales=ON_CPU),
     ),
 )  # fmt: skip

@@ -17,7 +17,8 @@ LSSAR, DIVIDED = "mixed, LSSAR annealed", "mixed, LSSA + LSSAR annealed"
 COSINE, SSMAX = "mixed, cosine softmax", "mixed, SSMax"
 FIXED = "mixed, LSSAR, p = 15 fixed"
 MIXED = (DIVIDED, LSSAR, COSINE, SSMAX)
-"""The mixed rows with three seeds."""
+"""The mixed rows with three seeds and one budget."""
+TWICE = "mixed, cosine softmax, twice the tokens"
 PASSKEY, NEEDLES = 0.95, 0.9
 """Rates that count as found."""
 
@@ -105,7 +106,7 @@ def found_far_back(t: Tables) -> Finding:
     m = Mixed(t)
     verdict: Verdict = "does not hold"
     parts = []
-    for label in MIXED:
+    for label in [*MIXED, *(row["label"] for row in m.rows if row["main"] and row["label"] == TWICE)]:
         rates = {(task, far): m.rate(task, label, far) for task in ("passkey", "needles") for far in m.far}
         least = {"passkey": PASSKEY, "needles": NEEDLES}
         if all(min(values) >= least[task] for (task, _), values in rates.items()):
