@@ -15,6 +15,7 @@ from torch import Tensor
 
 import lssar
 from lssar.ops.reference import reference_attention
+from lssar.specs import AttentionSpec
 from lssar.testing import one_rounding_away, with_gradients
 from lssar.visibility import visibility
 
@@ -54,6 +55,37 @@ def pairwise(*choices: Iterable) -> list[tuple]:
 
 def _pair(a: int, x: int, b: int, y: int) -> tuple[int, int, int, int]:
     return (a, x, b, y) if a < b else (b, y, a, x)
+
+
+def field_kinds(spec: AttentionSpec) -> list[tuple[str, object]]:
+    """Fields of a spec with their values; of numbers only what the implementations distinguish."""
+    power = "none" if spec.p is None else "one" if spec.p == 1 else "integer" if spec.p == int(spec.p) else "fraction"
+    numbers = {"p": power, "head_scale": spec.head_scale is not None, "threshold": spec.threshold != 1}
+    return [(key, numbers.get(key, value)) for key, value in spec.to_dict().items() if key != "name"]
+
+
+def by_field(specs: dict[str, AttentionSpec], views: Iterable[str], *others: Iterable) -> list[tuple]:
+    """Few combinations of a spec's name, a view and the others, in which these pairs occur:
+
+    every kind of value of every field of the specs with every view and every value of the others, each view with every
+    value of the others, and every spec with and without a bool mask and with every value of the others. Implementations
+    read the fields of a spec, so a fault that needs one kind of value and one view is found.
+    """
+    fields = {name: field_kinds(spec) for name, spec in specs.items()}
+
+    def pairs(case: tuple) -> set[tuple]:
+        name, view, *rest = case
+        places = list(enumerate([view, *rest]))
+        found = {(field, place) for field, place in itertools.product([name, *fields[name]], places[1:])}
+        found |= {(field, view) for field in fields[name]} | {(name, "mask" in view)}
+        return found | {(view, place) for place in places[1:]}
+
+    waiting = {case: pairs(case) for case in itertools.product(specs, views, *others)}
+    missing, rows = set().union(*waiting.values()), []
+    while missing:
+        rows.append(max(waiting, key=lambda case: len(waiting[case] & missing)))
+        missing -= waiting.pop(rows[-1])
+    return rows
 
 
 REWEIGHTED = {

@@ -1,10 +1,23 @@
-"""The bound that the other tests rest on must be one that wrong results do not pass."""
+"""The helpers that other tests rest on: the error bound, and the choice of combinations."""
+
+import itertools
 
 import pytest
 import torch
 
 import lssar
-from tests.helpers import assert_within_twice_eager, eager, eager_runs, qkv, with_gradients
+from tests.helpers import (
+    ALL_SPECS,
+    LEARNED,
+    assert_within_twice_eager,
+    by_field,
+    eager,
+    eager_runs,
+    field_kinds,
+    qkv,
+    views,
+    with_gradients,
+)
 
 
 def test_results_beyond_the_bound_do_not_pass_and_no_more_is_computed_than_it_takes():
@@ -23,3 +36,14 @@ def test_results_beyond_the_bound_do_not_pass_and_no_more_is_computed_than_it_ta
         assert_within_twice_eager(
             (one, *exact[1:]), eager_runs(inputs, do, spec, torch.float32, exact), exact, eps=2.0**-24
         )
+
+
+def test_combinations_by_field_miss_no_pair():
+    specs, seen, many = ALL_SPECS | LEARNED, list(views(1, 4, 19)), (False, True)
+    rows = by_field(specs, seen, many)
+    assert len(rows) < len(specs) * len(seen) * len(many) / 3
+    assert {(view, cut) for _, view, cut in rows} == set(itertools.product(seen, many))
+    assert {(name, "mask" in view) for name, view, _ in rows} == set(itertools.product(specs, many))
+    kinds = {name: field_kinds(spec) for name, spec in specs.items()}
+    for kind, view in itertools.product({kind for found in kinds.values() for kind in found}, seen):
+        assert any(kind in kinds[name] and at == view for name, at, _ in rows), (kind, view)
