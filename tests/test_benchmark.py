@@ -1,9 +1,10 @@
-"""A benchmark that cannot tell right from wrong is worth nothing: wrong contestants must get no figures."""
+"""Benchmarks check a contestant before timing it: wrong ones get an error in place of times."""
 
 import dataclasses
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxOutput, flex_attention
 
 import lssar
 from lssar.benchmark import contestants, measure, run_benchmark
@@ -38,15 +39,15 @@ def test_wrong_ones_do_not(function):
         measure.check(function, lssar.spec("lssar"), CASE, gradients=True)
 
 
-def test_no_figures_for_what_is_wrong(monkeypatch):
+def test_what_is_wrong_is_not_timed(monkeypatch):
     from lssar.benchmark import run
 
     monkeypatch.setitem(contestants._IMPLEMENTATIONS, "tiled", lambda mechanism, case: WRONG["zeros"])
     try:
-        figures = measure.measure("tiled:lssar", CASE, ("forward", "both"), 0.01)
+        row = measure.measure("tiled:lssar", CASE, ("forward", "both"), 0.01)
     except Exception as error:
-        figures = run._failure(error)
-    assert list(figures) == ["incorrect"]
+        row = run._failure(error)
+    assert list(row) == ["incorrect"]
 
 
 def test_a_process_that_dies_is_reported(monkeypatch):
@@ -83,8 +84,8 @@ def test_a_window_is_part_of_a_case():
         contestants.build("sdpa:softmax", case)
 
 
-def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False, return_lse=False):
-    """What FlexAttention computes, by the book: it has no backward on a CPU."""
+def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False, return_aux=None):
+    """What FlexAttention computes, in plain operations: it has no backward on a CPU."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     shape = (*q.shape[:3], k.shape[2])
     b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in shape), indexing="ij")
@@ -92,15 +93,14 @@ def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False
     score = score if block_mask is None else score.masked_fill(j > i, -torch.inf)
     lse = score.logsumexp(-1)
     o = (score - lse[..., None]).exp().to(v.dtype) @ v
-    return (o, lse) if return_lse else o
+    return o if return_aux is None else (o, AuxOutput(lse=lse))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mechanism", ["lssa", "lssar"])
 def test_the_flex_attention_peer_computes_the_mechanism(mechanism, dtype, causal):
-    from torch.nn.attention.flex_attention import flex_attention
-
     case = Case(1, 4, 2, 96, 32, dtype, "cpu", causal=causal)
     for flex, gradients in ((flex_attention, False), (dense_flex, True)):
         peer = contestants.with_flex_attention(flex, lssar.spec(mechanism), case)

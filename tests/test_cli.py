@@ -235,10 +235,10 @@ def test_as_a_module(module):
 def test_a_closed_pipe_is_no_traceback(words):
     """`lssar specs | head -1`."""
     command = [sys.executable, "-u", "-m", "lssar_cli", *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait() == 1
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_ctrl_c_says_that_the_same_command_resumes(tmp_path):

@@ -155,9 +155,9 @@ def _compiled(mechanism: AttentionSpec, case: Case) -> Attention:
 def _prepare_compiler() -> None:
     """What timing asks of torch.compile.
 
-    A compiled backward may not give its buffers away: timing it alone runs it again and again on one graph. Each case
-    and score function of FlexAttention is compiled anew; past its limit Dynamo would run, and we would time, the
-    uncompiled one without a word, so the limit is high and passing it is an error.
+    A compiled backward may not donate its buffers: timing it alone runs it many times on one graph. Each case and score
+    function of FlexAttention is compiled separately. Past its recompilation limit Dynamo silently runs the uncompiled
+    function, which would then be timed; so the limit is high and passing it is an error.
     """
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
@@ -209,7 +209,7 @@ def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case
     Its softmax makes exp(score): a score of log(a) gives weights a / sum a for any activation a. Re-weighting needs the
     row's mean first, so LSSAR takes two calls: the first one's log-sum-exp is log sum a.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
     mask = None
     reach = case.length if case.window is None else case.window
@@ -249,8 +249,8 @@ def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case
 
     def lssar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = prepared(q, k, v)
-        _, lse = flex(*parts, score_mod=lssa_score, return_lse=True, **options)
-        tau = torch.where(n > 3, lse.exp() / n, 0)
+        _, found = flex(*parts, score_mod=lssa_score, return_aux=AuxRequest(lse=True), **options)
+        tau = torch.where(n > 3, found.lse.exp() / n, 0)
 
         def score_mod(score, b, h, i, j):
             above = softplus(score, i) - tau[b, h, i]

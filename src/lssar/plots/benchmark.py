@@ -45,7 +45,8 @@ def plot_benchmark(result: dict[str, Any], path: Path, overwrite: bool = False) 
                         ls=_STYLES.get(implementation, "-"),
                     )  # fmt: skip
             axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
+            if any(y > 0 for line in axis.lines for y in line.get_ydata()):  # peaks too small to see are 0
+                axis.set_yscale("log")
             what = "peak extra memory, MiB" if column == "peak_extra_mib" else f"{column.removesuffix('_ms')}, ms"
             head_size, dtype, window = setting
             within = f", window {window}" if window else ""

@@ -81,8 +81,8 @@ class Metrics:
             write_file(self.path, lambda path: path.write_text(text), overwrite=True)
         if len(kept) < from_step:
             warn(f"{self.path} has {len(kept)} of the {from_step} steps before the checkpoint")
-        self.file = self.path.open("a", buffering=1)
         self.loggers = [LOGGERS[name](run, from_step, config or {}) for name in log]
+        self.file = self.path.open("a", buffering=1)
 
     def write(self, row: dict[str, Any]) -> None:
         with naming(self.path):
