@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from lssar.records import read_json
+from lssar.records import command_line, environment, read_json
 from lssar.runs import unique_names
 from lssar.tables import terminal_table
 from lssar.training.recipes import Recipe
@@ -23,7 +23,7 @@ console = Console()
 
 
 class UsageError(ValueError):
-    """A command line that cannot be run, whatever is on the disk."""
+    """A command line that is wrong in itself, independent of any files."""
 
     exit_code = 2
 
@@ -145,7 +145,7 @@ def print_csv(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def check_outputs(out: Path | None, suffixes: tuple[str, ...], overwrite: bool) -> None:
-    """Before the work, not after it: is there a file in the way?"""
+    """Raise an error before the work starts if an output file exists and may not be replaced."""
     for path in [out.with_suffix(suffix) for suffix in suffixes] if out is not None else []:
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; give another --out, or --overwrite")
@@ -170,6 +170,17 @@ def name_arms(arms: Sequence[dict[str, Any]]) -> None:
     for arm in of_runs:
         if labels.count(arm["label"]) > 1:
             arm["label"] += f", step {arm['step']}"
+
+
+def find_or_add_arm(result: dict[str, Any], identity: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """The arm of a result with this identity. If there is none, one is added, with `about` and its provenance."""
+    for arm in result["arms"]:
+        if all(arm.get(key) == value for key, value in identity.items()):
+            return arm
+    arm = {**identity, **about, "command": command_line(), "environment": environment()}
+    result["arms"].append(arm)
+    name_arms(result["arms"])
+    return arm
 
 
 def open_results(path: Path, settings: dict[str, Any], overwrite: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lssar.commands.common import (
     Progress,
     UsageError,
     check_given,
-    name_arms,
+    find_or_add_arm,
     open_results,
     print_csv,
     print_json,
@@ -36,7 +36,7 @@ from lssar.evaluation.benchmarks import (
     shown,
     table_of,
 )
-from lssar.records import command_line, environment, warn, write_json
+from lssar.records import warn, write_json
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -170,7 +170,7 @@ class Downstream:
 
 
 class _Model:
-    """One model and how it is asked."""
+    """One model and the settings of its evaluation."""
 
     def __init__(self, command: Downstream, folder: Path, harness: str) -> None:
         self.command, self.folder, self.harness = command, folder, harness
@@ -189,7 +189,7 @@ class _Model:
             self.max_length = command.max_length or run.recipe.length
             self.batch_tokens = command.batch_tokens or run.batch_tokens
         elif not (folder / "config.json").exists():
-            raise FileNotFoundError(f"{folder} is no run folder, nor a model folder of Hugging Face's: no config.json")
+            raise FileNotFoundError(f"{folder} is neither a run folder nor a Hugging Face model: it has no config.json")
         elif harness != "lm-eval":
             raise ValueError(f"{folder} is a Hugging Face folder, which needs --harness lm-eval")
         elif command.ntk != "off" or command.window is not None:
@@ -219,22 +219,13 @@ class _Model:
 
             harness = f"lm-eval {version()}"
         identity: dict[str, Any] = {"model": self.folder.name, "max_length": self.max_length, "harness": harness}
-        about = {}
+        about: dict[str, Any] = {"label": self.folder.name, "tasks": {}}
         if self.is_run:
             recipe = self.run.recipe
             window = c.window if c.window is not None else recipe.window
             identity |= {"step": self.run.step, "ntk": c.ntk, "window": window}
-            about = {"attention": recipe.attention, "recipe": recipe.to_dict()}
-        for arm in result["arms"]:
-            if all(arm.get(key) == value for key, value in identity.items()):
-                return arm
-        arm = {
-            **identity, "label": self.folder.name, **about, "command": command_line(), "environment": environment(),
-            "tasks": {},
-        }  # fmt: skip
-        result["arms"].append(arm)
-        name_arms(result["arms"])
-        return arm
+            about |= {"attention": recipe.attention, "recipe": recipe.to_dict()}
+        return find_or_add_arm(result, identity, about)
 
     def measure(self, task: str) -> dict[str, Any]:
         c = self.command

@@ -15,7 +15,7 @@ from lssar.commands.common import (
     Progress,
     UsageError,
     check_given,
-    name_arms,
+    find_or_add_arm,
     open_results,
     print_csv,
     print_json,
@@ -25,7 +25,7 @@ from lssar.commands.common import (
 )
 from lssar.data.tasks import TASKS
 from lssar.evaluation.retrieval import DEPTHS
-from lssar.records import command_line, environment, write_json
+from lssar.records import write_json
 
 Rule = Literal["greedy", "choice"]
 
@@ -156,16 +156,11 @@ class Retrieval:
         recipe = run.recipe
         window = self.window if self.window is not None else recipe.window
         identity = {"run": run.folder.name, "step": run.step, "ntk": self.ntk, "window": window}
-        for arm in result["arms"]:
-            if all(arm[key] == value for key, value in identity.items()):
-                return arm
-        arm = {
-            **identity, "label": run.name, "attention": recipe.attention, "train_length": recipe.length,
-            "recipe": recipe.to_dict(), "command": command_line(), "environment": environment(), "rows": [],
+        about = {
+            "label": run.name, "attention": recipe.attention, "train_length": recipe.length,
+            "recipe": recipe.to_dict(), "rows": [],
         }  # fmt: skip
-        result["arms"].append(arm)
-        name_arms(result["arms"])
-        return arm
+        return find_or_add_arm(result, identity, about)
 
     def _todo(self, arm: dict[str, Any], train_length: int) -> Iterator[tuple[str, int]]:
         done = {(row["task"], row["length"]) for row in arm["rows"]}
