@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "lssar"
 
 BASE = {"configs", "layouts", "locks", "records", "specs", "switches", "tables", "visibility"}
 OPERATOR = BASE | {"ops", "attention"}
-MODEL = OPERATOR | {"nn", "model"}
+MODEL = OPERATOR | {"context", "nn", "model"}
 DATA = BASE | {"data"}
 EVALUATION = MODEL | DATA | {"evaluation"}
 TRAINING = MODEL | DATA | {"training"}
@@ -24,12 +24,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "visibility": set(),
     "specs": {"configs"},
     "layouts": {"configs", "specs"},
+    "context": BASE,
     "ops": BASE,
     "attention": OPERATOR,
     "functional": OPERATOR,
     "testing": OPERATOR,
-    "nn": OPERATOR,
-    "model": OPERATOR | {"nn"},
+    "nn": OPERATOR | {"context"},
+    "model": OPERATOR | {"context", "nn"},
     "data": DATA,
     "training": TRAINING,
     "runs": TRAINING,

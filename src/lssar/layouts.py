@@ -35,6 +35,8 @@ class HeadGroup:
     spec: AttentionSpec
     heads: slice
     key_heads: slice
+    learned: slice | None = None
+    """Where the layer keeps the learned numbers of these heads; None: at `heads`."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lssar.configs import check_fields
+from lssar.context import Context
 from lssar.layouts import LayerConfig, Pattern, Position, format_layout, shortest
 from lssar.nn import (
     Attention,
@@ -27,7 +28,7 @@ from lssar.nn import (
     rotary_angles,
     token_positions,
 )
-from lssar.ops.loss import next_token_loss, next_token_losses
+from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
 
 LSSAR = spec("lssar")
@@ -241,6 +242,8 @@ class GPT(nn.Module):
         """Test-time scaling of the rotary base: a factor, by the length of the call, or off. Not a weight."""
         self.window: int | None = None
         """Test-time window: no layer sees more than this. Layers with a smaller window of their own keep it."""
+        self.context: Context | None = None
+        """In training, the processes that hold the other parts of each sequence. Not a weight."""
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
@@ -310,10 +313,18 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def _positions(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
-        length, start = x.shape[1], cache.length if cache is not None else 0
+        rows, start = x.shape[1], cache.length if cache is not None else 0
+        length = rows
+        if self.context is not None:
+            if cache is not None:
+                raise ValueError("a model in a context of several processes has no cache; set model.context = None")
+            length, start = rows * self.context.size, rows * self.context.rank
         factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
-        at = token_positions(length, x.device, start, cu_seqlens)
-        return self.positions(at, factor, cu_seqlens=cu_seqlens, window=self.window)
+        at = token_positions(rows, x.device, start, cu_seqlens)
+        others: dict[str, Any] = {"cu_seqlens": cu_seqlens, "window": self.window}
+        if self.context is not None:
+            others |= {"context": self.context, "first_key": start}
+        return self.positions(at, factor, **others)
 
     def positions(self, at: Tensor, ntk_factor: float = 1.0, **others: Any) -> Positions:
         """What the layers need for tokens at the positions `at` (..., L); `others` are further fields."""
@@ -334,11 +345,22 @@ class GPT(nn.Module):
     def forward(
         self, ids: Tensor, cache: Cache | None = None, cu_seqlens: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """Logits (B, L, V); or, given targets (B, L), the mean cross-entropy in nats over those that are not IGNORE."""
+        """Logits (B, L, V); or, given targets (B, L), the mean cross-entropy in nats over those that are not IGNORE.
+
+        In a context of N processes each gives the same ids and targets and gets the logits of its own rows, or its part
+        of the loss times N: the mean over the processes is the loss of the whole sequences, and so for gradients.
+        """
+        whole, context = targets, self.context
+        if context is not None:
+            ids, targets = context.shard(ids), None if targets is None else context.shard(targets)
         hidden = self.hidden(ids, cache, cu_seqlens)
-        if targets is None:
+        if whole is None or targets is None:
             return self.logits(hidden)
-        return next_token_loss(self._padded_logits(hidden).flatten(0, 1), targets.flatten(), self.config.vocab_size)
+        logits = self._padded_logits(hidden).flatten(0, 1)
+        if context is None:
+            return next_token_loss(logits, targets.flatten(), self.config.vocab_size)
+        count = (whole != IGNORE).sum()
+        return next_token_loss(logits, targets.flatten(), self.config.vocab_size, count) * context.size
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor, rows: int = 4096, chunk: int = PREFILL_CHUNK) -> Tensor:

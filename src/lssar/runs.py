@@ -159,8 +159,8 @@ def run_label(recipe: Recipe) -> str:
     return ", ".join(words)
 
 
-NOT_IN_NAMES = ("attention", "layout", "p", "data", "compile", "parallel", "keep", "save_every", "eval_every",
-                "eval_batches", "micro_batch", "checkpoint_layers")  # fmt: skip
+NOT_IN_NAMES = ("attention", "layout", "p", "data", "compile", "parallel", "context_parallel", "keep", "save_every",
+                "eval_every", "eval_batches", "micro_batch", "checkpoint_layers")  # fmt: skip
 """Recipe fields that are in every name already, or that do not change what a run learns."""
 
 

@@ -21,8 +21,8 @@ from lssar.training.powers import PowerSchedule
 from lssar.training.recipes import Recipe, recipe
 
 NOT_CONTENT = (
-    "data", "micro_batch", "compile", "parallel", "checkpoint_layers", "eval_every", "eval_batches", "save_every",
-    "keep",
+    "data", "micro_batch", "compile", "parallel", "context_parallel", "checkpoint_layers", "eval_every", "eval_batches",
+    "save_every", "keep",
 )  # fmt: skip
 """Recipe fields that do not change the result of a run. Of the data, the name counts, not the folder."""
 

@@ -117,7 +117,10 @@ class Attention(Mechanisms, nn.Module):
             view["cu_seqlens"] = positions.cu_seqlens
             if cache is not None:  # it may have been created under another test-time window
                 view["window"] = cache.window
-        o = self.attend(q, k, v, function=positions.attend or attention, **view)
+        if positions.context is not None:
+            o = positions.context.attend(self.attend, q, k, v, self.groups, **view)
+        else:
+            o = self.attend(q, k, v, function=positions.attend or attention, **view)
         return self.out(o[..., : self.project.config.head_size].transpose(1, 2).flatten(2))
 
     def qkv(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +128,7 @@ class Attention(Mechanisms, nn.Module):
         q, k, v = self.project(x, positions.angles if self.position == "rope" else None, cache)
         if self.position == "alibi":
             assert positions.slopes is not None
-            q, k = add_alibi(q, k, positions.slopes)
+            q, k = add_alibi(q, k, positions.slopes, positions.first_key)
             v = F.pad(v, (0, ALIBI_ROOM))  # the fused kernels need one head size for all three
         return q, k, v
 

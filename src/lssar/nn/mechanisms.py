@@ -71,20 +71,29 @@ class Mechanisms:
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, function: Callable[..., Tensor] = attention,
-        mask: Tensor | None = None, **others: Any,
+        mask: Tensor | None = None, groups: Sequence[HeadGroup] | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """Output of `lssar.attention` (or of `function`, called likewise) with each mechanism on its heads."""
+        """Output of `lssar.attention` (or of `function`, called likewise) with each mechanism on its heads.
+
+        `groups`: which of the layer's heads q, k and v hold, if not all.
+        """
         outputs = []
-        for group in self.groups:
+        used: set[str] = set()
+        for group in self.groups if groups is None else groups:
             own = dict(others)
             if mask is not None:
                 own["mask"] = mask[:, group.heads] if mask.shape[1] > 1 else mask
             spec, heads, keys = group.spec, group.heads, group.key_heads
             if self.head_scale is not None and spec.head_scale is not None:
-                own["head_scale"] = self.head_scale[heads]
+                own["head_scale"] = self.head_scale[group.learned or heads]
             if self.threshold is not None and spec.learned_threshold:
-                own["threshold"] = self.threshold[heads]
+                own["threshold"] = self.threshold[group.learned or heads]
             if self.power is not None and spec.p is not None:
                 own["p"] = self.power
+            used |= own.keys()
             outputs.append(function(q[:, heads], k[:, keys], v[:, keys], spec, **own))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        for name in ("head_scale", "threshold"):
+            if groups is not None and name not in used and (learned := getattr(self, name)) is not None:
+                o = o + learned[:0].sum()  # no head here uses it, but DDP and FSDP wait for every parameter's gradient
+        return o

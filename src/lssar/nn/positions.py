@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lssar.context import Context
+
 
 def ntk_base(base: float, factor: float, head_size: int) -> float:
     """NTK-aware rotary base, base * s^(d / (d - 2)), for a context s = max(1, `factor`) times the trained one."""
@@ -89,6 +91,10 @@ class Positions:
     attend: Callable[..., Tensor] | None = None
     """Called as attend(q, k, v, spec, window=, ...) in place of `lssar.attention`, where the caller has masks of its
     own. Learned numbers of the heads (`head_scale`, `threshold`) and a power `p` are passed if there are any."""
+    context: Context | None = None
+    """The processes that hold the other parts of these sequences; `cu_seqlens` are then of the whole sequence."""
+    first_key: int = 0
+    """Position of the first key in the whole sequence."""
 
 
 def token_positions(length: int, device: torch.device, start: int = 0, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -7,24 +7,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.ops.fused import HAS_TRITON
+from lssar.ops.numerics import working_dtype
 
 IGNORE = -100
 """Targets with this value are ignored, as by `cross_entropy`'s default."""
 
 
-def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Mean of `next_token_losses` over the targets that are not IGNORE."""
+def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int, count: Tensor | None = None) -> Tensor:
+    """Mean of `next_token_losses` over the targets that are not IGNORE; with `count`, their sum divided by it."""
     if _fused(logits):
-        return next_token_losses(logits, targets, vocab_size).sum() / (targets != IGNORE).sum()
-    if not torch.compiler.is_compiling():
-        return F.cross_entropy(logits[..., :vocab_size].float(), targets, ignore_index=IGNORE)
-    # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
-    counts = torch.arange(logits.shape[-1], device=logits.device) < vocab_size
-    return F.cross_entropy(torch.where(counts, logits.float(), -torch.inf), targets, ignore_index=IGNORE)
+        total = next_token_losses(logits, targets, vocab_size).sum()
+        return total / ((targets != IGNORE).sum() if count is None else count)
+    if torch.compiler.is_compiling():
+        # Hidden, not cut off: compiled kernels go through rows of 50257 one element at a time.
+        inside = torch.arange(logits.shape[-1], device=logits.device) < vocab_size
+        logits = torch.where(inside, _wide(logits), -torch.inf)
+    else:
+        logits = _wide(logits[..., :vocab_size])
+    if count is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / count
 
 
 def next_token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Cross-entropies in nats (T,), float32; 0 where the target is IGNORE.
+    """Cross-entropies in nats (T,), float32 (float64 for float64 logits); 0 where the target is IGNORE.
 
     logits (T, W), of which the first `vocab_size` count; targets (T,). Half-precision logits on a GPU are read once
     for this and once for the gradient, by kernels of their own; a target out of range then gives NaN.
@@ -33,7 +39,11 @@ def next_token_losses(logits: Tensor, targets: Tensor, vocab_size: int) -> Tenso
         from lssar.ops.fused.loss import loss_op
 
         return loss_op(logits, targets, vocab_size)[0]
-    return F.cross_entropy(logits[..., :vocab_size].float(), targets, ignore_index=IGNORE, reduction="none")
+    return F.cross_entropy(_wide(logits[..., :vocab_size]), targets, ignore_index=IGNORE, reduction="none")
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(working_dtype(logits.dtype))
 
 
 def _fused(logits: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lssar.context import Context
 from lssar.model import GPT
 from lssar.training.recipes import Parallel
 
@@ -24,6 +25,25 @@ class Processes:
     rank: int
     size: int
     device: torch.device
+    context: int = 1
+    """Processes that hold parts of the same sequences; the others have sequences of their own."""
+
+    def __post_init__(self) -> None:
+        if self.size % self.context:
+            raise ValueError(
+                f"context_parallel {self.context} needs a multiple of {self.context} processes; there are {self.size}. "
+                f"Start them with `torchrun --nproc-per-node {self.context} -m lssar.cli train ...`"
+            )
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the batches of a step this process reads; neighbours share one with `context` processes each."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        """How many batches all processes read at once."""
+        return self.size // self.context
 
     @property
     def main(self) -> bool:
@@ -68,34 +88,41 @@ class Processes:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[Processes]:
-    """The world that `torchrun` set up, or a world of one."""
+def world(context: int = 1) -> Iterator[Processes]:
+    """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
-        yield Processes(0, 1, device)
+        yield Processes(0, 1, device, context)
         return
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        yield Processes(dist.get_rank(), dist.get_world_size(), device, context)
         dist.barrier()  # a process that leaves early may leave the others waiting in their teardown
     finally:
         dist.destroy_process_group()
 
 
 def distribute(model: GPT, parallel: Parallel, w: Processes) -> nn.Module:
-    """The module to call in training: the model itself, or DDP around it, or the model sharded in place (FSDP2)."""
+    """The module to call in training: the model itself, or DDP around it, or the model sharded in place (FSDP2).
+
+    One mesh has both dimensions: processes of one context hold parts of the same sequences; weights are replicated or
+    sharded over all processes, and gradients averaged over all.
+    """
     if w.size == 1:
         return model
+    mesh = init_device_mesh(w.device.type, (w.data_size, w.context), mesh_dim_names=("data", "context"))
+    if w.context > 1:
+        model.context = Context(mesh.get_group("context"))
+    everyone = mesh._flatten("everyone")
     if parallel == "ddp":
-        return nn.parallel.DistributedDataParallel(model, device_ids=[w.device] if w.device.type == "cuda" else None)
-
-    mesh = init_device_mesh(w.device.type, (w.size,))
+        devices = [w.device] if w.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=everyone.get_group())
     for block in model.layers():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone)
     return model
 
 

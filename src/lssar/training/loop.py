@@ -44,7 +44,7 @@ def train(
     Raises TrainingDiverged when loss or gradients stay non-finite, and FolderInUse if another process trains there.
     """
     run = Path(run)
-    with world() as w, _alone(run, w), stop_signal() as stopped:
+    with world(recipe.context_parallel) as w, _alone(run, w), stop_signal() as stopped:
         recipe, data = start.resolve(recipe, run, w)
         trainer = _Trainer(recipe, data, run, w)
         start.record(recipe, data, run, w)

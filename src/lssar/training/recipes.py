@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lssar.configs import check_fields
+from lssar.context import exchange_of
 from lssar.data.tasks import TASKS
 from lssar.layouts import UNIFORM, LayerConfig, Pattern, format_layout, names_attention, parse_layout, parse_mechanisms
 from lssar.model import ModelConfig, model_config
@@ -99,6 +100,8 @@ class Recipe:
     """Use torch.compile."""
     parallel: Parallel = "ddp"
     """Under torchrun: replicate the model (ddp) or shard it (fsdp, FSDP2)."""
+    context_parallel: int = 1
+    """Processes that hold a part of every sequence each; the number of all processes is a multiple of it."""
     checkpoint_layers: bool = False
     """Recompute activations in the backward pass, which saves memory."""
     eval_every: int = 250
@@ -120,6 +123,7 @@ class Recipe:
             "batch_tokens",
             "micro_batch",
             "length",
+            "context_parallel",
             "eval_every",
             "eval_batches",
             "save_every",
@@ -139,7 +143,11 @@ class Recipe:
                 raise ValueError(f"unknown retrieval task {task!r}; known: {', '.join(TASKS)}")
         if self.lr <= 0 or self.clip <= 0:
             raise ValueError(f"lr and clip must be positive; got {self.lr} and {self.clip}")
-        self.model()  # a bad combination is an error before anything is loaded
+        model = self.model()  # a bad combination is an error before anything is loaded
+        if self.context_parallel > 1:
+            for layer in model.layer_configs:
+                key_heads = model.key_heads or model.heads
+                exchange_of(self.context_parallel, self.length, model.heads, key_heads, model.head_size, layer.window)
 
     def model(self) -> ModelConfig:
         heads = {} if self.heads is None else {"heads": self.heads}
@@ -196,14 +204,15 @@ class Recipe:
         return mechanism.replace(p=final)
 
     def micro_steps(self, world: int) -> int:
-        """Forwards of one process in one step."""
-        sequences = self.batch_tokens // self.length
-        if sequences % (world * self.micro_batch):
+        """Forwards of one process in one step, of `world` processes."""
+        sequences, readers = self.batch_tokens // self.length, world // self.context_parallel
+        if sequences % (readers * self.micro_batch):
+            shared = "" if self.context_parallel == 1 else f"groups of {self.context_parallel} "
             raise ValueError(
-                f"a step of {sequences} sequences does not divide into {world} processes x {self.micro_batch} "
-                "sequences; change batch_tokens or micro_batch"
+                f"a step of {sequences} sequences does not divide into {readers} {shared}processes x "
+                f"{self.micro_batch} sequences; change batch_tokens or micro_batch"
             )
-        return sequences // (world * self.micro_batch)
+        return sequences // (readers * self.micro_batch)
 
     def replace(self, **changes: Any) -> Recipe:
         return Recipe.from_dict({**self.to_dict(), **changes})

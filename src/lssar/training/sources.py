@@ -18,8 +18,8 @@ def open_data(recipe: Recipe, data: DataFolder, w: Processes) -> tuple[TokenBatc
 
     def batches(shards: list[Path], shuffle: bool, mixture: TrainingDocuments | None = None) -> TokenBatches:
         return TokenBatches(
-            shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.rank, world=w.size,
-            pack=recipe.pack, eot=data.eot, shuffle=shuffle, vocab_size=recipe.vocab_size,
+            shards, batch=recipe.micro_batch, length=recipe.length, seed=recipe.seed, rank=w.data_rank,
+            world=w.data_size, pack=recipe.pack, eot=data.eot, shuffle=shuffle, vocab_size=recipe.vocab_size,
             mixture=mixture, share=0.0 if mixture is None else recipe.retrieval_share,
         )  # fmt: skip
 

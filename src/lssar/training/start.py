@@ -14,7 +14,16 @@ from lssar.records import environment, read_sealed_json, write_sealed_json
 from lssar.training.distributed import Processes
 from lssar.training.recipes import CONFIG, Recipe, read_recipe
 
-MAY_CHANGE = ("keep", "compile", "save_every", "eval_every", "max_non_finite", "skip_non_finite", "data")
+MAY_CHANGE = (
+    "keep",
+    "compile",
+    "context_parallel",
+    "save_every",
+    "eval_every",
+    "max_non_finite",
+    "skip_non_finite",
+    "data",
+)
 """Fields of a recipe that may differ when a run resumes. Data may lie elsewhere, but must hold the same tokens."""
 
 
