@@ -23,7 +23,7 @@ VARIANTS = {
     "tpa": {"projection": "tpa"},
     "tpa softmax": {"projection": "tpa", "attention": lssar.spec("softmax")},
     "a mechanism a layer": {"attention": (lssar.spec("softmax"), lssar.spec("lssar"))},
-    "no bias": {"bias": False},
+    "llama": {"bias": False, "norm": "rms", "mlp": "swiglu", "key_heads": 2},
     "mixed": {"pattern": parse_layout("softmax@5 softmax/alibi lssa+lssar/none"), "layers": 3},
     "divided heads": {"pattern": parse_layout("softmax:1+ssmax:1+lssar:2@7"), "key_heads": 4},
     "divided heads, one key head": {"pattern": parse_layout("lssa:1+lssar,p=3:3"), "key_heads": 1},
@@ -198,12 +198,34 @@ def test_token_losses_are_the_loss():
 
 
 def test_sizes_have_the_names_of_their_parameters():
-    for name, count in {"33m": 33e6, "45m": 45e6, "51m": 51e6, "124m": 124e6, "355m": 355e6, "0.8m": 0.8e6}.items():
+    sizes = {"33m": 33e6, "45m": 45e6, "51m": 51e6, "124m": 124e6, "355m": 355e6, "774m": 774e6, "1b": 1.04e9,
+             "1.5b": 1.5e9, "0.8m": 0.8e6}  # fmt: skip
+    for name, count in sizes.items():
         changes = {"vocab_size": 257} if name == "0.8m" else {}
         with torch.device("meta"):
             model = GPT(model_config(name, **changes))
         assert model.parameter_count() == pytest.approx(count, rel=0.06), name
     assert set(SIZES) >= {"45m", "51m", "124m", "355m"}
+
+
+def test_llamas_shape_is_stored_and_has_no_biases():
+    model = GPT(model_config("1b", layers=1, width=32, heads=4, key_heads=2, vocab_size=61))
+    assert ModelConfig.from_dict(model.config.to_dict()) == model.config
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        "embed.weight": (128, 32), "norm.weight": (32,), "blocks.0.norm1.weight": (32,), "blocks.0.norm2.weight": (32,),
+        "blocks.0.attention.project.qkv.weight": (32 + 2 * 16, 32), "blocks.0.attention.out.weight": (32, 32),
+        "blocks.0.up.weight": (2 * 128, 32), "blocks.0.down.weight": (32, 128),
+    }  # fmt: skip
+
+
+def test_llamas_block_is_its_formula():
+    block = small(norm="rms", mlp="swiglu", bias=False, layers=1).layers()[0]
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    block.attention.forward = lambda x, *_: torch.zeros_like(x)
+    unit = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * block.norm2.weight
+    gate, up = (unit @ weight.T for weight in block.up.weight.chunk(2))
+    expected = x + (gate * gate.sigmoid() * up) @ block.down.weight.T
+    torch.testing.assert_close(block(x, None), expected)
 
 
 def test_tpa_caches_less():

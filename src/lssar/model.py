@@ -1,4 +1,4 @@
-"""GPT: GPT-2 as the paper trains it (rotary positions, tied head), with any pattern of attention layers."""
+"""GPT: GPT-2 as the paper trains it (rotary positions, tied head) or Llama-shaped, with any pattern of layers."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ class ModelConfig:
     tpa_ranks: tuple[int, int, int] = (6, 2, 2)
     mlp_ratio: int = 4
     bias: bool = True
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """What the hidden units of a block do; `swiglu` has a gate, whose weights are in the same matrix as `up`."""
     checkpoint_layers: bool = False
     """Recompute each layer in the backward instead of keeping its activations."""
 
@@ -70,6 +73,8 @@ class ModelConfig:
         for name in ("layers", "width", "heads", "vocab_size", "train_length", "mlp_ratio", "pad_vocab_to"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be an integer >= 1; got {getattr(self, name)!r}")
+        if self.norm not in ("layer", "rms") or self.mlp not in ("gelu", "swiglu"):
+            raise ValueError(f"norm must be 'layer' or 'rms', mlp 'gelu' or 'swiglu'; got {self.norm!r}, {self.mlp!r}")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads; got {self.width} and {self.heads}")
         if self.heads % (self.key_heads or self.heads):
@@ -124,6 +129,9 @@ class ModelConfig:
             several = isinstance(self.attention, tuple)
             fields["attention"] = [s.to_dict() for s in self.layer_specs] if several else self.layer_specs[0].to_dict()
             del fields["pattern"]
+        for name in ("norm", "mlp"):  # GPT-2's are left out, so that earlier versions read the file
+            if fields[name] == getattr(ModelConfig, name):
+                del fields[name]
         return fields | {"tpa_ranks": list(self.tpa_ranks)}
 
     @classmethod
@@ -157,7 +165,7 @@ def _spec(value: Any) -> AttentionSpec:
     return AttentionSpec.from_dict(value) if isinstance(value, dict) else spec(value)
 
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "width": 64, "heads": 4},  # tests
     "0.8m": {"layers": 4, "width": 128, "heads": 1},  # a laptop, bytes; why one head: docs/training.md
     "6m": {"layers": 8, "width": 256, "heads": 4, "mlp_ratio": 3},  # a small vocabulary; released in models/
@@ -166,7 +174,12 @@ SIZES: dict[str, dict[str, int]] = {
     "51m": {"layers": 8, "width": 512, "heads": 8},
     "124m": {"layers": 12, "width": 768, "heads": 12},  # GPT-2 small
     "355m": {"layers": 24, "width": 1024, "heads": 16},  # GPT-2 medium
-}
+    "774m": {"layers": 36, "width": 1280, "heads": 20},  # GPT-2 large
+    "1.5b": {"layers": 48, "width": 1600, "heads": 25},  # GPT-2 XL
+    "1b": {  # Llama 3.2 1B
+        "layers": 16, "width": 2048, "heads": 32, "key_heads": 8, "bias": False, "norm": "rms", "mlp": "swiglu",
+    },
+}  # fmt: skip
 
 
 def model_config(size: str, **changes: Any) -> ModelConfig:
@@ -176,21 +189,51 @@ def model_config(size: str, **changes: Any) -> ModelConfig:
     return ModelConfig.from_dict({**SIZES[size], **changes})
 
 
+def new_norm(config: ModelConfig) -> nn.Module:
+    """A normalisation of the width of the model."""
+    return RMSNorm(config.width, eps=1e-5) if config.norm == "rms" else LayerNorm(config.width, bias=config.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's, also for float32 inputs and half-precision weights, as FSDP gathers them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else _at_least(x.dtype, self.bias)
+        return F.layer_norm(x, self.normalized_shape, _at_least(x.dtype, self.weight), bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, also for float32 inputs and half-precision weights, as FSDP gathers them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, _at_least(x.dtype, self.weight), self.eps)
+
+
+def _at_least(dtype: torch.dtype, weight: Tensor) -> Tensor:
+    return weight.to(dtype) if weight.dtype.itemsize < dtype.itemsize else weight
+
+
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig):
         super().__init__()
         W = config.width
-        self.norm1, self.norm2 = (nn.LayerNorm(W, bias=config.bias) for _ in range(2))
+        self.norm1, self.norm2 = (new_norm(config) for _ in range(2))
         self.attention = Attention(
             W, config.heads, layer, key_heads=config.key_heads, rope_base=config.rope_base,
             projection=config.projection, ranks=config.tpa_ranks, bias=config.bias,
         )  # fmt: skip
-        self.up = nn.Linear(W, config.mlp_ratio * W, bias=config.bias)
+        self.gated = config.mlp == "swiglu"
+        self.up = nn.Linear(W, config.mlp_ratio * W * (1 + self.gated), bias=config.bias)
         self.down = nn.Linear(config.mlp_ratio * W, W, bias=config.bias)
 
     def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
         x = x + self.attention(self.norm1(x), positions, cache)
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+        hidden = self.up(self.norm2(x))
+        if self.gated:
+            gate, hidden = hidden.chunk(2, -1)
+            return x + self.down(F.silu(gate) * hidden)
+        return x + self.down(F.gelu(hidden, approximate="tanh"))
 
 
 @dataclass
@@ -236,7 +279,7 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.padded_vocab, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layer_configs)
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.norm = new_norm(config)
         self.position_kinds = frozenset(layer.position for layer in config.layer_configs)
         self.ntk: float | Literal["off", "length"] = "off"
         """Test-time scaling of the rotary base: a factor, by the length of the call, or off. Not a weight."""
@@ -244,9 +287,9 @@ class GPT(nn.Module):
         """Test-time window: no layer sees more than this. Layers with a smaller window of their own keep it."""
         self.context: Context | None = None
         """In training, the processes that hold the other parts of each sequence. Not a weight."""
-        self.apply(self._initialise)
+        self.apply(self.initialise)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def initialise(self, module: nn.Module) -> None:
         """GPT-2: normal(0, 0.02), and smaller where a layer writes into the residual stream."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)

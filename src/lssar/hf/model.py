@@ -46,7 +46,7 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         return IMPLEMENTATION
 
     def _init_weights(self, module: nn.Module) -> None:
-        self.gpt._initialise(module)
+        self.gpt.initialise(module)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.embed

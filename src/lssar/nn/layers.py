@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -85,6 +86,12 @@ class Attention(Mechanisms, nn.Module):
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
         return f"{super().extra_repr()}{window}, position={self.position!r}"
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the learned numbers of the heads to their initial values; the layers inside have methods of their own."""
+        for name, values in self.initial_numbers().items():
+            getattr(self, name).copy_(torch.tensor(values))
 
     def new_cache(self, room: int, window: int | None = None) -> LayerCache:
         """A cache for up to `room` tokens; it keeps the last ones only if the layer has a window or one is given."""

@@ -27,12 +27,21 @@ class Mechanisms:
 
     def divide_heads(self, layer: LayerConfig, heads: int, key_heads: int) -> None:
         self.groups, self.power = layer.groups(heads, key_heads), None
+        initial = self.initial_numbers()
+        self.head_scale, self.threshold = (
+            nn.Parameter(torch.tensor(initial[name])) if name in initial else None
+            for name in ("head_scale", "threshold")
+        )
+
+    def initial_numbers(self) -> dict[str, list[float]]:
+        """Initial values, one a head, of the parameters that the mechanisms learn."""
         by_head = [group.spec for group in self.groups for _ in range(group.heads.start, group.heads.stop)]
-        self.head_scale = self.threshold = None
+        values = {}
         if any(spec.head_scale is not None for spec in by_head):
-            self.head_scale = nn.Parameter(torch.tensor([float(spec.head_scale or 0.0) for spec in by_head]))
+            values["head_scale"] = [float(spec.head_scale or 0.0) for spec in by_head]
         if any(spec.learned_threshold for spec in by_head):
-            self.threshold = nn.Parameter(torch.tensor([float(spec.threshold) for spec in by_head]))
+            values["threshold"] = [float(spec.threshold) for spec in by_head]
+        return values
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:

@@ -13,15 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lssar.context import Context
 from lssar.model import GPT
 from lssar.training.recipes import Parallel
-
-
-class ProcessLost(ConnectionError):
-    """Another process of the run has died or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,7 @@ class Processes:
 
 @contextlib.contextmanager
 def world(context: int = 1) -> Iterator[Processes]:
-    """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences.
-
-    If a process dies, the others raise ProcessLost: gloo sees the closed connection at once. NCCL does not, and there
-    torchrun ends them, 30 seconds after it asked them to stop.
-    """
+    """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences."""
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -109,23 +101,17 @@ def world(context: int = 1) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), device, context)
         dist.barrier()  # a process that leaves early may leave the others waiting in their teardown
-    except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo/transport/" in str(error)):
-            raise
-        raise ProcessLost(
-            f"process {dist.get_rank()} lost the connection to another one, which was killed, failed (then its own "
-            "message says why) or does not answer; finished checkpoints are not lost, and the same command resumes, on "
-            "any number of processes"
-        ) from error
     finally:
         dist.destroy_process_group()
 
 
-def distribute(model: GPT, parallel: Parallel, w: Processes) -> nn.Module:
+def distribute(model: GPT, parallel: Parallel, w: Processes, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The module to call in training: the model itself, or DDP around it, or the model sharded in place (FSDP2).
 
     One mesh has both dimensions: processes of one context hold parts of the same sequences; weights are replicated or
-    sharded over all processes, and gradients averaged over all.
+    sharded over all processes, and gradients averaged over all. FSDP gathers the weights of blocks in `dtype`. Autocast
+    would do with weights gathered in float32 too, but it keeps its half-precision copies, which are whole, until the
+    backward. The embedding stays in float32, and so does the residual stream.
     """
     if w.size == 1:
         return model
@@ -136,19 +122,22 @@ def distribute(model: GPT, parallel: Parallel, w: Processes) -> nn.Module:
     if parallel == "ddp":
         devices = [w.device] if w.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices, process_group=everyone.get_group())
+    half = dtype != torch.float32
+    gathered = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False) if half else MixedPrecisionPolicy()
     for block in model.layers():
-        fully_shard(block, mesh=everyone)
+        fully_shard(block, mesh=everyone, mp_policy=gathered)
     fully_shard(model, mesh=everyone)
     return model
 
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, sync: bool) -> Iterator[None]:
-    """Gradients are exchanged only with the last micro-batch of a step."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        with contextlib.nullcontext() if sync else module.no_sync():
-            yield
-        return
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(sync)
-    yield
+    """Under DDP, gradients are exchanged only with the last micro-batch of a step.
+
+    Under FSDP they are with each: gradients that wait for the last one would be whole on every process.
+    """
+    with module.no_sync() if isinstance(module, nn.parallel.DistributedDataParallel) and not sync else _NOTHING:
+        yield
+
+
+_NOTHING = contextlib.nullcontext()

@@ -18,6 +18,7 @@ from lssar.locks import hold
 from lssar.model import GPT
 from lssar.training import checkpoints, start
 from lssar.training.distributed import Processes, distribute, gradient_sync, world
+from lssar.training.initialise import materialise, meta_model
 from lssar.training.metrics import Logger, Metrics, SpikeDetector, flops_per_token, peak_flops
 from lssar.training.optimisers import make_optimisers
 from lssar.training.recipes import Recipe, learning_rate, power
@@ -51,8 +52,7 @@ def train(
         trainer.resume()
         metrics = Metrics(run, trainer.step, log, recipe.to_dict()) if w.main else None
         try:
-            with trainer.saver:
-                return _train(trainer, metrics, report, stopped, stop_after)
+            return _train(trainer, metrics, report, stopped, stop_after)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -106,7 +106,6 @@ def _train(
 
 
 def _diverged(trainer: _Trainer, steps: int) -> str:
-    trainer.saver.wait()
     kept = checkpoints.latest(trainer.run)
     where = (
         f"the last finite checkpoint is {kept}" if kept is not None else "no finite checkpoint was saved before that"
@@ -124,13 +123,15 @@ class _Trainer:
     def __init__(self, recipe: Recipe, data: DataFolder, run: Path, w: Processes):
         self.recipe, self.run, self.w = recipe, run, w
         torch.manual_seed(recipe.seed)
-        self.model = GPT(recipe.model()).to(w.device)
-        self.module = distribute(self.model, recipe.parallel, w)
+        sharded = recipe.parallel == "fsdp" and w.size > 1
+        self.model = meta_model(recipe.model()) if sharded else GPT(recipe.model()).to(w.device)
+        self.module = distribute(self.model, recipe.parallel, w, getattr(torch, recipe.dtype))
+        if sharded:
+            materialise(self.model, w.device)
         self.optimisers = make_optimisers(self.model, recipe)
         self.micro_steps = recipe.micro_steps(w.size)
         self.batches, self.held_out = open_data(recipe, data, w)
         self.held_out_start = self.held_out.state_dict() if self.held_out is not None else {}
-        self.saver = checkpoints.Saver(run, self.model, self.optimisers, w, recipe.keep)
         self.step = 0
         if recipe.compile:
             self.model.compile()
@@ -142,7 +143,7 @@ class _Trainer:
         def find() -> None:
             checkpoints.clean(self.run)
             before = checkpoints.checkpoints(self.run)
-            if (path := checkpoints.newest(self.run, whole=True)) is not None:
+            if (path := checkpoints.newest(self.run, checkpoints.WHOLE)) is not None:
                 found.append(path)
                 for damaged in before[before.index(path) + 1 :]:
                     checkpoints.set_aside(damaged)
@@ -150,13 +151,15 @@ class _Trainer:
         self.w.on_main(find)
         step = self.w.from_main(checkpoints.step_of(found[0]) if found else -1)
         if step >= 0:
-            state = self.saver.restore(step)
+            state = checkpoints.restore(checkpoints.folder(self.run, step), self.model, self.optimisers)
             self.batches.load_state_dict(state["data"])
             self.step = state["step"]
 
     def save(self) -> bool:
-        """Whether a checkpoint was saved, or is being saved; False if the weights are not finite."""
-        return self.saver.save(self.step, {"data": self.batches.state_dict()})
+        """Whether a checkpoint was saved; False if the weights are not finite."""
+        state = {"data": self.batches.state_dict()}
+        made = checkpoints.save(self.run, self.step, self.model, self.optimisers, state, self.w, self.recipe.keep)
+        return made is not None
 
     def take_step(self) -> dict[str, Any]:
         """One optimisation step; returns its row of metrics."""

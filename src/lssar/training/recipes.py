@@ -52,7 +52,7 @@ class Recipe:
     heads: int | None = None
     """Another number of heads than the size has; the width stays."""
     key_heads: int | None = None
-    """Number of key and value heads (grouped queries); as many as heads, if not given."""
+    """Number of key and value heads (grouped queries); those of the size, if not given."""
     projection: Literal["plain", "tpa"] = "plain"
     """`tpa`: tensor-product attention, whose keys and values are low-rank."""
     # data
@@ -150,9 +150,9 @@ class Recipe:
                 exchange_of(self.context_parallel, self.length, model.heads, key_heads, model.head_size, layer.window)
 
     def model(self) -> ModelConfig:
-        heads = {} if self.heads is None else {"heads": self.heads}
+        heads = {name: n for name in ("heads", "key_heads") if (n := getattr(self, name)) is not None}
         return model_config(
-            self.size, **heads, **self._layers(), rope_base=self.rope_base, key_heads=self.key_heads,
+            self.size, **heads, **self._layers(), rope_base=self.rope_base,
             projection=self.projection, vocab_size=self.vocab_size, train_length=self.length,
             checkpoint_layers=self.checkpoint_layers,
         )  # fmt: skip
@@ -268,6 +268,12 @@ RECIPES: dict[str, Recipe] = {
         size="33m", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/books", length=512, steps=900,
         batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=6e-4, warmup=100, retrieval_share=0.25,
         retrieval_tasks=("passkey", "needles", "recall"), eval_every=300, save_every=300,
+    ),
+    # The plan of docs/scale.md: a Llama-shaped 1B on 100 billion tokens of FineWeb, sharded over 8 to 64 GPUs. For
+    # cosine softmax: --attention cosine_softmax --p-schedule None.
+    "long-1b-fineweb": Recipe(
+        size="1b", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/fineweb100B", length=2_048, steps=95_368,
+        batch_tokens=1_048_576, micro_batch=8, lr=4e-4, warmup=2_000, parallel="fsdp", eval_every=500, save_every=2_000,
     ),
     # Heads of the global layer that average (LSSA) beside heads that pick (LSSAR). The models in models/ were trained
     # with these two.

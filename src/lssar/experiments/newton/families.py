@@ -33,7 +33,7 @@ class Family:
     world: str
     size: str
     tokens: int
-    """Tokens of a sequence; the first one names the time step."""
+    """Of a sequence; the first names the interval."""
     first: int = 8
     """The step from which forces are labelled and asked for."""
     mechanisms: tuple[str, ...] = MECHANISMS
