@@ -138,6 +138,11 @@ def _by_kernels(
     if gain is not None and not spec.cosine:  # dot products take the factor through q
         q, gain = (q * gain[:, None, None]).to(q.dtype), None
     obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
+    own_decode = spec.cosine or key_lengths is not None  # SDPA would normalise the whole cache, or needs a mask
+    if own_decode and fused.is_softmax_step(q, spec, cu_seqlens, window) and not _needs_gradient(q, k, v, *_some(gain)):
+        if fused.why_not(q, k, v, spec, mask=mask, key_ranges=key_ranges, return_weights=return_weights) is None:
+            _refuse_forward_mode(impl, q, k, v)
+            return fused.softmax_decode(q, k, v, spec, gain=gain, lengths=key_lengths)
     if obstacle is None:
         return sdpa.sdpa_attention(q, k, v, spec, causal, gain)
     obstacle = _why_not_fused(q, k, spec, threshold, causal, key_lengths, window) or fused.why_not(
@@ -150,7 +155,7 @@ def _by_kernels(
         if not fused.is_lssa(spec):
             return fused.activation_attention(q, k, v, spec, p=power, gain=gain, **view)
         p = spec.p if power is None else power
-        if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v, *(() if gain is None else (gain,))):
+        if fused.is_decoding(q, k, **view) and not _needs_gradient(q, k, v, *_some(gain)):
             tolerance = DECODE_TOLERANCE.get(q.dtype, 0.0)
             return fused.fused_decode(q, k, v, p=p, gain=gain, lengths=key_lengths, tolerance=tolerance)
         return fused.fused_attention(q, k, v, p=p, gain=gain, **view)
@@ -224,6 +229,10 @@ def _in_window(k: Tensor, v: Tensor, queries: int, window: int) -> tuple[Tensor,
     first = max(0, k.shape[2] - queries - window + 1)
     k, v = k[:, :, first:], v[:, :, first:]
     return k, v, window if window < k.shape[2] else None
+
+
+def _some(x: Tensor | None) -> tuple[Tensor, ...]:
+    return () if x is None else (x,)
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:

@@ -28,10 +28,14 @@ from lssar.nn import (
     rotary_angles,
     token_positions,
 )
+from lssar.nn.decoding import DecodeStep
+from lssar.ops import fused
 from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
 
 LSSAR = spec("lssar")
+GRAPH_FROM = 16
+"""Tokens to generate from which capturing a CUDA graph of the step pays."""
 PREFILL_CHUNK = 8192
 """Tokens of a sequence that go through the model at once, if more are given."""
 
@@ -254,6 +258,11 @@ class Cache:
     def bytes(self) -> int:
         return sum(layer.bytes for layer in self.layers)
 
+    def key_lengths(self, at: Tensor, batch: int) -> dict[int, Tensor]:
+        """Slots in use (B,) after token `at` (1,) of a layer that keeps as many tokens as the key says."""
+        seen = (at + 1).to(torch.int32).expand(batch)
+        return {size: seen.clamp(max=size) for size in {layer.size for layer in self.layers}}
+
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens. ValueError if a layer with a window no longer has them."""
         for layer in self.layers:
@@ -363,8 +372,10 @@ class GPT(nn.Module):
                 raise ValueError("a model in a context of several processes has no cache; set model.context = None")
             length, start = rows * self.context.size, rows * self.context.rank
         factor = cache.ntk_factor if cache is not None else self.ntk_factor(length)
-        at = token_positions(rows, x.device, start, cu_seqlens)
         others: dict[str, Any] = {"cu_seqlens": cu_seqlens, "window": self.window}
+        if cache is not None and (next_at := cache.layers[0].at) is not None:
+            return self.positions(next_at, factor, key_lengths=cache.key_lengths(next_at, x.shape[0]), **others)
+        at = token_positions(rows, x.device, start, cu_seqlens)
         if self.context is not None:
             others |= {"context": self.context, "first_key": start}
         return self.positions(at, factor, **others)
@@ -427,10 +438,21 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:  # fmt: skip
         """Yield `tokens` next ids (B,), one at a time, through the cache; temperature 0 is greedy."""
         cache = self.new_cache(ids.shape[1] + tokens)
-        for _ in range(tokens):
-            logits = self.logits(self.prefill(ids, cache)).float()
+        step: Callable[[Tensor], Tensor] = partial(self._next_logits, cache=cache)
+        for made in range(tokens):
+            logits = step(ids).float()
             ids = sample(logits, temperature, top_k, generator)[:, None]
             yield ids[:, 0]
+            if made == 0 and ids.is_cuda and tokens >= GRAPH_FROM and self._has_decode_kernels():
+                step = DecodeStep(step, cache.layers)
+
+    def _has_decode_kernels(self) -> bool:
+        """Whether a decode step runs without the host knowing its position, as a CUDA graph needs it."""
+        specs = [spec for block in self.layers() for spec in block.attention.specs]
+        return "alibi" not in self.position_kinds and all(fused.has_decode(s, self.config.head_size) for s in specs)
+
+    def _next_logits(self, ids: Tensor, cache: Cache) -> Tensor:
+        return self.logits(self.prefill(ids, cache))
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

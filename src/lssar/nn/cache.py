@@ -37,6 +37,9 @@ class LayerCache:
     tensors: list[Tensor] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
     """Lengths that it was shortened to: a snapshot of more tokens is void from then on."""
+    at: Tensor | None = None
+    """Position (1,) int64 of the next token, on the device. While it is set (see `lssar.nn.decoding`), a token is
+    added without its position being known on the host, and `length` does not change."""
 
     @property
     def size(self) -> int:
@@ -45,6 +48,8 @@ class LayerCache:
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the tokens of this call (dimension 2) and return all that its rows may see."""
+        if self.at is not None:
+            return self._append_one(self.at, new)
         start, added = self.length, new[0].shape[2]
         if start + added > self.room:
             raise ValueError(f"the cache has room for {self.room} tokens; {start} + {added} do not fit")
@@ -64,6 +69,12 @@ class LayerCache:
         for kept, x in zip(self.tensors, new):
             kept[:, :, slots] = x[:, :, added - stay :]
         return seen or tuple(self.tensors)
+
+    def _append_one(self, at: Tensor, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Add one token at position `at` and return all slots, of which the first min(at + 1, size) are in use."""
+        for kept, x in zip(self.tensors, new):
+            kept.index_copy_(2, at % self.size, x)
+        return tuple(self.tensors)
 
     def _slots(self, start: int, stop: int) -> Tensor | slice:
         """Where tokens start to stop - 1 are kept."""

@@ -124,6 +124,9 @@ class Attention(Mechanisms, nn.Module):
             view["cu_seqlens"] = positions.cu_seqlens
             if cache is not None:  # it may have been created under another test-time window
                 view["window"] = cache.window
+            if cache is not None and cache.at is not None:
+                assert positions.key_lengths is not None
+                view |= {"window": None, "key_lengths": positions.key_lengths[cache.size]}
         if positions.context is not None:
             o = positions.context.attend(self.attend, q, k, v, self.groups, **view)
         else:

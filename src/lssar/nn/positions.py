@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -95,9 +95,13 @@ class Positions:
     """The processes that hold the other parts of these sequences; `cu_seqlens` are then of the whole sequence."""
     first_key: int = 0
     """Position of the first key in the whole sequence."""
+    key_lengths: Mapping[int, Tensor] | None = None
+    """Keys in use (B,) of a cache of each size, where the cache has its position on the device (`LayerCache.at`)."""
 
 
-def token_positions(length: int, device: torch.device, start: int = 0, cu_seqlens: Tensor | None = None) -> Tensor:
+def token_positions(
+    length: int, device: torch.device, start: int | Tensor = 0, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Positions (L,) of tokens that follow `start` others; they restart in each packed document."""
     at = torch.arange(length, device=device) + start
     if cu_seqlens is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lssar.nn.cache import LayerCache
 from lssar.nn.positions import Angles, rotate
+from lssar.ops import fused
 
 Projection = Literal["plain", "tpa"]
 
@@ -44,6 +45,9 @@ class PlainProjection(nn.Module):
         B, L, _ = x.shape
         parts = self.qkv(x).split(self.sizes, -1)
         q, k, v = (part.view(B, L, -1, self.config.head_size).transpose(1, 2) for part in parts)
+        if cache is not None and cache.at is not None and x.is_cuda and fused.HAS_TRITON and q.shape[-1] % 2 == 0:
+            kept_k, kept_v = cache.tensors
+            return fused.append_token(q, k, v, angles, kept_k, kept_v, cache.at), kept_k, kept_v
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from lssar.ops.numerics import in_range, unit
 
-__all__ = ["activation_attention", "fused_attention", "fused_decode", "why_not", "window_attention"]
+__all__ = [
+    "activation_attention", "append_token", "fused_attention", "fused_decode", "softmax_decode", "why_not",
+    "window_attention",
+]  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 256)
@@ -33,6 +36,11 @@ def is_lssa(spec: Any) -> bool:
         == ("log_d", "softplus", "l1", "none", "none")
         and not spec.negate
     )
+
+
+def is_softmax(spec: Any) -> bool:
+    """Whether weights are a softmax of scaled products or cosines."""
+    return (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
 
 
 def is_activation(spec: Any) -> bool:
@@ -134,8 +142,7 @@ def has_window_kernel(spec: Any, window: int | None) -> bool:
     """Whether the windowed kernels compute this: softmax of scaled scores; LSSA and LSSAR if the window is short."""
     if window is None:
         return False
-    softmax = (spec.activation, spec.divisor, spec.recentre, spec.p) == ("exp", "l1", "none", None) and not spec.negate
-    return softmax or (is_lssa(spec) and window <= SHORT_WINDOW)
+    return is_softmax(spec) or (is_lssa(spec) and window <= SHORT_WINDOW)
 
 
 def window_attention(
@@ -182,6 +189,18 @@ def is_decoding(
     return few and whole and (rows == 1 or (causal and key_lengths is None))
 
 
+def has_decode(spec: Any, head_size: int) -> bool:
+    """Whether fused_decode or softmax_decode computes this mechanism, for dtypes of at most 32 bits."""
+    known = is_softmax(spec) or (is_lssa(spec) and spec.threshold == 1 and not spec.learned_threshold)
+    return known and HAS_TRITON and HEAD_SIZES[0] <= head_size <= HEAD_SIZES[1]
+
+
+def is_softmax_step(q: Tensor, spec: Any, cu_seqlens: Tensor | None, window: int | None) -> bool:
+    """Whether softmax_decode applies: one row that sees all keys up to its length."""
+    few = q.shape[2] == 1 and q.shape[0] * q.shape[1] > 0
+    return few and is_softmax(spec) and cu_seqlens is None and window is None
+
+
 def fused_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, p: float | Tensor | None, gain: Tensor | None = None,
     lengths: Tensor | None = None, block_table: Tensor | None = None, tolerance: float = 2.0**-10,
@@ -202,3 +221,32 @@ def fused_decode(
     return decode_op(
         q, k_cache, v_cache, _checked_gain(gain, q), *_power(p), lengths, block_table, tolerance, unit_keys
     )
+
+
+def softmax_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: Any, *, gain: Tensor | None = None,
+    lengths: Tensor | None = None, block_table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One query row of each head against a cache, for a mechanism for which `is_softmax` holds.
+
+    q (B, Hq, 1, D); cache, lengths and block_table as in fused_decode. The order of the keys does not matter, so that a
+    cache may be a ring; lengths beyond its capacity mean that all of it is used.
+    gain: (Hq,), multiplies cosine scores. No gradient, no host synchronisation: fit for CUDA graphs.
+    """
+    from lssar.ops.fused.decode_softmax import decode_op
+
+    return decode_op(q, k_cache, v_cache, _checked_gain(gain, q), spec.literal, lengths, block_table)
+
+
+def append_token(
+    q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, k_cache: Tensor, v_cache: Tensor, at: Tensor
+) -> Tensor:
+    """Write k and v (B, Hkv, 1, D) of token `at` to slot `at` modulo T of the caches (B, Hkv, T, D); return q.
+
+    angles: cos and sin (..., D / 2) by which q and k are rotated first, as `lssar.nn.positions.rotate` does; None: they
+    are not. at: (1,) int64 on the device, so that a CUDA graph serves all positions. D is even.
+    """
+    from lssar.ops.fused.decode_softmax import append_op
+
+    cos, sin = (None, None) if angles is None else angles
+    return append_op(q, k, v, cos, sin, k_cache, v_cache, at)

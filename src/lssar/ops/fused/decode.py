@@ -62,20 +62,20 @@ def choose_splits(
 
 
 @triton.jit
-def _let_next_begin(AHEAD: tl.constexpr):
+def let_next_begin(AHEAD: tl.constexpr):
     """AHEAD: programs of the next kernel may start as soon as there is room, and wait where they need this one."""
     if AHEAD:
         gdc_launch_dependents()
 
 
 @triton.jit
-def _wait_for_last(AHEAD: tl.constexpr):
+def wait_for_last(AHEAD: tl.constexpr):
     if AHEAD:
         gdc_wait()
 
 
 @triton.jit
-def _key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr, table_stride, PAGE: tl.constexpr):
+def key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr, table_stride, PAGE: tl.constexpr):
     """Element offsets of cache rows [N], int64. PAGE 0: (B, Hkv, L, D); else (pages, PAGE, Hkv, D) by block table."""
     if PAGE == 0:
         return b.to(tl.int64) * stride_b + h_kv.to(tl.int64) * stride_h + keys.to(tl.int64) * stride_l
@@ -115,7 +115,7 @@ def _drop_repeats(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _squares(k):
+def squares(k):
     """In the type of k."""
     if INTERPRETED:  # it multiplies bfloat16 as if the bits were integers
         return (k.to(tl.float32) * k.to(tl.float32)).to(k.dtype)
@@ -144,7 +144,7 @@ def _score_keys(
     ones = tl.full([M, columns.shape[0]], 1.0, k_ptr.dtype.element_ty)
     for start in tl.range(lo, stop, N, num_stages=STAGES):
         keys = start + offsets
-        k_at = _key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
+        k_at = key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
         k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
         k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
         if NORMS == "robust":
@@ -155,7 +155,7 @@ def _score_keys(
             key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
             key_scale, square = key_scale[None, :], square[None, :]
         elif NORMS == "product":
-            square = dot(ones, tl.trans(_squares(k)), PRECISION=DOT)  # [M, N], rows alike
+            square = dot(ones, tl.trans(squares(k)), PRECISION=DOT)  # [M, N], rows alike
             key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
         if NORMS == "fast" or NORMS == "product":
             extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop)[None, :])).to(tl.int32)
@@ -183,7 +183,7 @@ def score_kernel(
     HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    _let_next_begin(AHEAD)
+    let_next_begin(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
     length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
@@ -273,8 +273,8 @@ def value_kernel(
     list_at = head.to(tl.int64) * x_stride
     lo = split * split_length
     stop = tl.minimum(lo + split_length, length)
-    _let_next_begin(AHEAD)
-    _wait_for_last(AHEAD)
+    let_next_begin(AHEAD)
+    wait_for_last(AHEAD)
 
     if REWEIGHT:
         every = tl.arange(0, BLOCK_SPLITS)
@@ -313,7 +313,7 @@ def value_kernel(
             x = tl.load(x_ptr + row_at[:, None] * x_stride + slots[None, :], mask=mask, other=HIDDEN)
             weight = softplus2(x, LOG_DEGREE)
             z += tl.sum(weight, 1)
-        at = _key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
+        at = key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
         v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
         if Lq > 1:  # some of the last keys are hidden from some rows, and their values may not be finite
             v, broken = without_broken_rows(v)
@@ -341,7 +341,7 @@ def combine_kernel(
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
-    _wait_for_last(AHEAD)
+    wait_for_last(AHEAD)
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
@@ -380,7 +380,7 @@ class _Cache:
     table_stride: int
 
 
-def _cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> _Cache:
+def cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> _Cache:
     order = (0, 1, 2) if block_table is None else (0, 2, 1)
     k_strides, v_strides = (tuple(x.stride(i) for i in order) for x in (k_cache, v_cache))
     if block_table is None:  # any table: never read
@@ -393,8 +393,10 @@ def _cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor |
 def plan_for(
     q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
     norms: str | None = None, ahead: bool | None = None, block: int = Plan.block, stages: int = Plan.stages,
+    tiles: int = 1,
 ) -> Plan:  # fmt: skip
-    """The plan for queries against `heads` key heads of `length` keys; what is given stays."""
+    """The plan for queries against `heads` key heads of `length` keys; what is given stays. tiles: how many of `block`
+    keys or values a program has in flight at each stage."""
     block_d = max(16, power_of_two(q.shape[-1]))
     card = torch.cuda.get_device_properties(q.device) if q.is_cuda else None
     processors = getattr(card, "multi_processor_count", 1)
@@ -406,7 +408,7 @@ def plan_for(
     if splits is None:
         registers = 32 * warps * max(80, block_d)  # about what the compiler uses
         shared_memory = getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY)
-        tile_bytes = stages * block * block_d * q.element_size()
+        tile_bytes = tiles * stages * block * block_d * q.element_size()
         splits = choose_splits(programs, length, tile_bytes, registers, processors, shared_memory)
     if ahead is None:
         ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
@@ -421,7 +423,7 @@ def decode(
     if q.numel() == 0:
         return torch.empty_like(q)
     B, Hq, Lq, D = q.shape
-    cache = _cache_of(q, k_cache, v_cache, block_table)
+    cache = cache_of(q, k_cache, v_cache, block_table)
     how = plan_for(q, cache.heads, cache.length, unit_keys, **plan)
     power = power_value(p, p_tensor)
     constant_power, exponent = power_arguments(power)

@@ -65,13 +65,13 @@ def key_scale_kernel(
     offsets = tl.arange(0, BLOCK)
     k_ptr += b * k_stride_b + h * k_stride_h
     k = load_tile(k_ptr, start, Lk, k_stride_l, offsets, tl.arange(0, BLOCK_D), D, True)
-    near, down, _ = _near_one(k.to(tl.float32), 1.0, False)
+    near, down, _ = near_one(k.to(tl.float32), 1.0, False)
     scale = _norm_in_range(_inverse_length(near, PRECISE) * down)
     tl.store(key_scale_ptr + (b * Hkv + h) * Lk + start + offsets, scale, mask=start + offsets < Lk)
 
 
 @triton.jit
-def _near_one(x, SMALL: tl.constexpr, TOGETHER: tl.constexpr):
+def near_one(x, SMALL: tl.constexpr, TOGETHER: tl.constexpr):
     """x [M, D] (float32) times a power of two for each row, or one for all TOGETHER, that brings the largest entry to
     SMALL..2 SMALL, which loses no bit of a half type; that power and its inverse, [M] or scalars.
 
@@ -407,7 +407,7 @@ def forward_kernel(
     n = (row_stop - row_start).to(tl.float32)
     gain = tl.load(gain_ptr + h).to(tl.float32) if GAIN else 1.0
     factor = _row_factor(n, gain, SCALE, LOG_N, PRECISE) * LOG2E
-    q, down, up = _near_one(q_raw.to(tl.float32), SMALL, False)
+    q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
     at = rows_ptr + (b * Hq + h) * Lq + rows
     row_plane = tl.cast(row_plane, tl.int64)
     if COSINE:
@@ -584,7 +584,7 @@ def query_gradient_kernel(
         row_factor = factor * LOG2E * _rest(inverse_norm, SMALL)
         up = down
     else:
-        q, down, up = _near_one(q_raw.to(tl.float32), SMALL, False)
+        q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
         row_factor = tl.minimum(tl.maximum(factor * LOG2E * up, 1.0 / FAR), FAR)
         raw_factor, inverse_norm = factor, factor
     gk, sk, g_sum = _query_sums(
@@ -733,7 +733,7 @@ def key_gradient_kernel(
         k = (k_raw.to(tl.float32) * down[:, None]).to(k_raw.dtype)
         key_down, key_up = 1.0, 1.0
     else:
-        near, key_down, key_up = _near_one(k_raw.to(tl.float32), SMALL, True)
+        near, key_down, key_up = near_one(k_raw.to(tl.float32), SMALL, True)
         k = near.to(k_raw.dtype)
         key_scale = tl.zeros([BLOCK_N], tl.float32)
     TURNED: tl.constexpr = BLOCK_N < 64  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
