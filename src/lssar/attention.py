@@ -138,16 +138,15 @@ def _by_kernels(
     if gain is not None and not spec.cosine:  # dot products take the factor through q
         q, gain = (q * gain[:, None, None]).to(q.dtype), None
     obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
-    own_decode = spec.cosine or key_lengths is not None  # SDPA would normalise the whole cache, or needs a mask
-    if own_decode and fused.is_softmax_step(q, spec, cu_seqlens, window) and not _needs_gradient(q, k, v, *_some(gain)):
-        if fused.why_not(q, k, v, spec, mask=mask, key_ranges=key_ranges, return_weights=return_weights) is None:
-            _refuse_forward_mode(impl, q, k, v)
-            return fused.softmax_decode(q, k, v, spec, gain=gain, lengths=key_lengths)
+    blocked = fused.why_not(q, k, v, spec, mask=mask, key_ranges=key_ranges, return_weights=return_weights)
+    # SDPA would normalise the whole cache for a cosine, and needs a mask for lengths
+    own_decode = (spec.cosine or key_lengths is not None) and fused.is_softmax_step(q, spec, cu_seqlens, window)
+    if own_decode and blocked is None and not _needs_gradient(q, k, v, *_some(gain)):
+        _refuse_forward_mode(impl, q, k, v)
+        return fused.softmax_decode(q, k, v, spec, gain=gain, lengths=key_lengths)
     if obstacle is None:
         return sdpa.sdpa_attention(q, k, v, spec, causal, gain)
-    obstacle = _why_not_fused(q, k, spec, threshold, causal, key_lengths, window) or fused.why_not(
-        q, k, v, spec, mask=mask, window=window, key_ranges=key_ranges, return_weights=return_weights
-    )
+    obstacle = _why_not_fused(q, k, spec, threshold, causal, key_lengths, window) or blocked
     if obstacle is None:
         _refuse_forward_mode(impl, q, k, v)
         if fused.has_window_kernel(spec, window):

@@ -8,7 +8,7 @@ import torch
 import lssar
 from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
-from lssar.nn import rotate, rotary_angles
+from lssar.nn import rotary_angles, rotate
 from lssar.nn.decoding import DecodeStep
 from lssar.ops import fused
 from lssar.ops.fused.decode_softmax import decode

@@ -286,7 +286,8 @@ def append(
 
 decode_op = operator(
     "softmax_decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? gain, str spec, Tensor? lengths, Tensor? block_table) -> Tensor",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? gain, str spec, Tensor? lengths, Tensor? block_table)"
+    " -> Tensor",
     decode,
     lambda q, *_: torch.empty_like(q),
 )
