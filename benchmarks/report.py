@@ -1,11 +1,11 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table stands between `<!-- results: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
+A table is between `<!-- results: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
 `python -m tests.attack`, `fuzz` that of `python -m tests.fuzz_attention`. `ratios COMMIT` makes one of the lines that
-`fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` lists the claims that
-`lssar reproduce report` decided, `verdicts mixed` those about mixed layouts.
+`fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` counts the claims that
+`lssar reproduce report` decided.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -27,8 +27,8 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] == "ratios":
         return ratio_table(paths[0].read_text(), words[1])
     results = [json.loads(path.read_text()) for path in paths]
-    if words[0] == "verdicts":
-        return verdict_table(results[0], mixed=words[1:] == ["mixed"])
+    if words == ["verdicts"]:
+        return verdict_counts(results[0])
     if words == ["fuzz"]:
         return fuzz_table(results)
     if words == ["attack"]:
@@ -66,18 +66,13 @@ def table(paths: list[Path], words: list[str]) -> str:
     )
 
 
-def verdict_table(claims: list[dict], mixed: bool) -> str:
-    """Claims by their verdicts, in the order of the page: those about mixed layouts (m1, ...), or the others."""
-    claims = [claim for claim in claims if claim["claim"].startswith("m") == mixed]
-    verdicts = ("holds", "holds in part", "does not hold", "not tested")
-    found = {verdict: [c for c in claims if c["verdict"] == verdict] for verdict in verdicts}
-    listed = {
-        verdict: "; ".join(f"{c['text']} ({c['source'].removeprefix('paper, ')})" for c in those)
-        for verdict, those in found.items()
-        if those
-    }
-    rows = [[verdict + " yet" * (verdict == "not tested"), claims] for verdict, claims in listed.items()]
-    return markdown_table(["", "claim"], rows)
+def verdict_counts(claims: list[dict]) -> str:
+    """How many claims, other than those about mixed layouts, have each verdict."""
+    claims = [claim for claim in claims if not claim["claim"].startswith("m")]
+    verdicts = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold"}
+    verdicts["not tested"] = "cannot be decided with these models"
+    counts = [(sum(c["verdict"] == verdict for c in claims), words) for verdict, words in verdicts.items()]
+    return f"{', '.join(f'{count} {words}' for count, words in counts if count)}, of {len(claims)}.\n"
 
 
 def fuzz_table(results: list[dict]) -> str:
