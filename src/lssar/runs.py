@@ -115,7 +115,7 @@ class ExportedRun(Run):
         return int(read_json(self.folder / EXPORT, dict)["step"])
 
     def model(self) -> GPT:
-        """A new model in float32, whatever the dtype of the file."""
+        """A new model in float32, also if the file has another dtype."""
         model = GPT(self.recipe.model())
         weights = checkpoints.load_weights(self.folder)
         model.load_state_dict({name.removeprefix("gpt."): value.float() for name, value in weights.items()})

@@ -88,10 +88,10 @@ class AttentionSpec:
             check_power(self.p)
             if self.divisor != "l1" or self.recentre != "none" or self.negate:
                 raise ValueError(
-                    "re-weighting goes on a normalised mechanism (divisor='l1', not re-centred, not negated); "
+                    "re-weighting needs a normalised mechanism (divisor='l1', not re-centred, not negated); "
                     f"{self.name!r} has divisor={self.divisor!r}, recentre={self.recentre!r}, negate={self.negate}"
                 )
-        # Made here and not on demand: torch.compile then sees one constant, whatever the fields hold.
+        # Made here and not on demand, so that torch.compile sees one constant.
         object.__setattr__(self, "_literal", repr(dataclasses.asdict(self)))
 
     def replace(self, **changes: Any) -> AttentionSpec:

@@ -17,14 +17,14 @@ class Visibility:
     mask: Tensor | None  # bool, broadcastable to (B, Hq, Lq, Lk)
 
     def dense(self, keys: int) -> Tensor:
-        """The same as a bool tensor (B or 1, Hq or 1, Lq, Lk)."""
+        """Visibility as a bool tensor (B or 1, Hq or 1, Lq, Lk)."""
         j = torch.arange(keys, device=self.start.device)
         inside = (j >= self.start[..., None]) & (j < self.stop[..., None])
         inside = inside[:, None]
         return inside if self.mask is None else inside & self.mask
 
     def rows(self, rows: slice) -> Visibility:
-        """The same for some of the rows."""
+        """Visibility of some of the rows."""
         mask = self.mask
         if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             mask = mask[..., rows, :]

@@ -65,11 +65,11 @@ def _train(victim: Victim, data: Path, run: Path) -> Callable[[], None]:
 def _outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, str]]:
     """Losses and gradient norms of every step, and the checksums of the last checkpoint's tensors."""
     rows = [(row["loss"], row["grad_norm"]) for row in read_metrics(run)]
-    found = checkpoints.newest(run, checkpoints.WHOLE)
+    found = checkpoints.newest(run, whole=True)
     if found is None or checkpoints.step_of(found) != STEPS:
         raise Lost(f"{run}: no checkpoint of the last step")
     sums = read_json(found / checkpoints.CHECKSUMS, dict)
-    return rows, {name: sums[name] for name in (checkpoints.MODEL, checkpoints.OPTIMISER)}
+    return rows, {name: value for name, value in sums.items() if name != checkpoints.STATE}
 
 
 def kill_training(victim: Victim, kills: int, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _still_safe(victim: Victim, run: Path, safe: int) -> int:
     """The step of the newest checkpoint, none of which may be damaged or older than the last one seen."""
     found = checkpoints.checkpoints(run)
     for path in found:
-        if (fault := checkpoints.damage(path, checkpoints.WHOLE)) is not None:
+        if (fault := checkpoints.damage(path, whole=True)) is not None:
             raise Lost(f"{victim.name}: after a kill {fault}")
     step = checkpoints.step_of(found[-1]) if found else 0
     if step < safe:

@@ -182,7 +182,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
         (["--samples", "3"], "holds results with other settings"),
         (["--tasks", "fly"], "unknown retrieval task 'fly'"),
         (["--depths", "2"], "depths must lie in 0 to 1"),
-        (["--out", "new", "--stop-after", "-1"], "left no time"),
+        (["--out", "new", "--stop-after", "-1"], "--stop-after is too short"),
     ):
         with pytest.raises(SystemExit, match=r"[12]"):
             main([*arguments, *words])

@@ -98,7 +98,7 @@ def build(name: str, case: Case) -> tuple[Attention, AttentionSpec]:
 
 
 def contestant_names() -> list[str]:
-    """Those that make sense out of the box; any other `implementation:mechanism` may be asked for."""
+    """Contestants that are measured by default; any other `implementation:mechanism` may be asked for."""
     return [
         "fused:lssar", "fused:lssa", "tiled:lssar", "tiled:lssa", "tiled:softmax", "tiled:cosine_softmax",
         "eager:lssar", "compiled:lssar", "sdpa:softmax", "cudnn:softmax", "flash:softmax", "flex:softmax",

@@ -23,7 +23,7 @@ class Bench:
     lengths: list[int] = field(default_factory=lambda: [1024, 2048, 4096, 8192])
     """Queries and keys; with --decode, keys in the cache."""
     head_sizes: list[int] = field(default_factory=lambda: [64])
-    """Sizes of a head."""
+    """Head sizes."""
     dtypes: list[str] = field(default_factory=list)
     """float32 on a CPU and bfloat16 on a GPU, if none is given."""
     modes: list[str] = field(default_factory=lambda: ["forward", "backward", "both"])
@@ -33,15 +33,15 @@ class Bench:
     heads: int = 4
     """Query heads."""
     key_heads: int | None = None
-    """As many as heads, if not given."""
+    """Key and value heads; as many as query heads, if not given."""
     tokens: int | None = None
-    """Batch times length: the batch of each length follows from it."""
+    """Tokens in a batch: the batch size of each length is this divided by the length."""
     causal: bool = True
     """Causal attention; --no-causal for all keys."""
     windows: list[int] = field(default_factory=list)
     """Windows to measure, each on all lengths; none: the whole sequence. The peer for ratios is then flex:softmax."""
     decode: bool = False
-    """One row against a cache of each length, in place of self-attention; forward alone."""
+    """Measure one query row against a cache of each length, in place of self-attention; forward only."""
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     budget: float = 1.0
@@ -134,7 +134,7 @@ class Tune:
     heads: int = 16
     """Number of heads that are timed."""
     budget: float = 60.0
-    """Seconds for each kernel."""
+    """Seconds of timing for each kernel."""
     forget: bool = False
     """Remove the shapes stored for this GPU, and measure nothing."""
 

@@ -35,7 +35,7 @@ class Prepare:
     name: str = "data"
     """Name of the shards: NAME_train_000001.bin, NAME_val_000000.bin."""
     out: Path | None = None
-    """Folder; data/NAME, if not given."""
+    """Folder for the shards; data/NAME, if not given."""
     tokenizer: str = "gpt2"
     """bytes, gpt2, a GPT-2 ranks file (.tiktoken), or a tokenizer.json."""
     eot: str | None = None
@@ -62,7 +62,7 @@ class Prepare:
     undecodable: Undecodable = "error"
     """What to do with bytes that are not UTF-8."""
     workers: int | None = None
-    """Processes that tokenize; if not given, one for each core, or none but this one for little text."""
+    """Processes that tokenize. Default: one for each core; for little text, none beside this one."""
     overwrite: bool = False
     """Replace finished or unfinished data in the folder."""
 
@@ -115,7 +115,7 @@ class Show:
     shards: tyro.conf.Positional[list[str]]
     """Files, folders or globs."""
     tokenizer: str | None = None
-    """As for prepare; that of the manifest beside the shards, if not given."""
+    """bytes, gpt2, or a file, as for `prepare`; the one that the manifest names, if not given."""
     eot: str | None = None
     """As for prepare."""
     tokens: int = 64
@@ -191,7 +191,7 @@ class Decode:
     out: Path | None = None
     """File to write: .jsonl, or any other suffix for text."""
     tokenizer: str | None = None
-    """As for prepare; that of the manifest beside the shards, if not given."""
+    """bytes, gpt2, or a file, as for `prepare`; the one that the manifest names, if not given."""
     eot: str | None = None
     """As for prepare."""
     max_documents: int | None = None

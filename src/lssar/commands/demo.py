@@ -17,7 +17,7 @@ MODELS = Path(__file__).parents[3] / "models"
 """In a checkout; the wheel has no models."""
 NAMES = ("tiny-softmax", "tiny-long")
 PAGE_TOKENS = 2048
-"""Of the text that the attention page shows."""
+"""Length in tokens of the text that the attention page shows."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Demo:
     pieces: int = 3
     """Held-out chunks of the longest length for the loss."""
     seed: int = 0
-    """Of the texts and keys."""
+    """Seed of the texts and keys."""
     out: Path = Path("out/demo")
     """Folder for demo.json, the figures, report.html and attention.html; earlier ones there are replaced."""
 
@@ -73,8 +73,8 @@ class Demo:
             console.print(outcome(arm), highlight=False)
             if run.step < run.recipe.steps:
                 console.print(
-                    f"note: {arm['label']} was stopped at step {run.step:,} of {run.recipe.steps:,}; it is no fair "
-                    "comparison until it is trained to the end (python models/make.py tiny)",
+                    f"note: {arm['label']} was stopped at step {run.step:,} of {run.recipe.steps:,}; the "
+                    "comparison is not fair until it is trained to the end (python models/make.py tiny)",
                     highlight=False,
                 )
         say_where(files)

@@ -17,7 +17,7 @@ class DemoTrain:
     attention: list[str] = field(default_factory=lambda: ["softmax", "lssar", "cosine_softmax"])
     """Mechanisms to compare; cosine_softmax is the control: LSSA's scores under plain softmax."""
     steps: int = 500
-    """Of 2,048 bytes each; the same for every mechanism."""
+    """Training steps of 2,048 bytes each, the same for every mechanism."""
     length: int = 128
     """Training length, in bytes."""
     multiples: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
@@ -25,15 +25,15 @@ class DemoTrain:
     size: str = "0.8m"
     """Model size."""
     heads: int | None = None
-    """Another number of heads; small ones make the loss of cosine mechanisms rise with length."""
+    """Number of heads, if not the one of the size. Small heads make the loss of cosine mechanisms rise with length."""
     text: Path | None = None
     """A text file or folder of your own in place of Python's standard library."""
     pieces: int = 24
-    """Held-out pieces of the longest length."""
+    """Held-out chunks of the longest length."""
     seed: int = 0
-    """Of weights and data."""
+    """Seed of the weights and of the order of the data."""
     out: Path = Path("out/demo")
-    """Folder for the runs, demo.json, demo.png and demo.svg; trained runs there are used again, figures replaced."""
+    """Folder for the runs, demo.json, demo.png and demo.svg; finished runs there are reused, figures are replaced."""
 
     def run(self) -> None:
         from lssar.evaluation.length import evaluate_length, held_out_documents, pieces_of

@@ -53,7 +53,7 @@ class Downstream:
     data: Path | None = None
     """Folder with NAME.jsonl or NAME.jsonl.xz; without it lm-eval downloads its tasks by their own names."""
     tasks: list[str] = field(default_factory=list)
-    """lm-eval's names; those with a file in --data, if not given."""
+    """Names of tasks, as lm-eval has them; all that have a file in --data, if not given."""
     ruler: list[int] = field(default_factory=list)
     """Lengths at which to run RULER's needle tasks too; these are generated, and need lm-eval."""
     limit: int | None = None
@@ -65,9 +65,9 @@ class Downstream:
     window: int | None = None
     """Evaluate the runs with a sliding window of this many tokens."""
     tokenizer: str | None = None
-    """Of runs: bytes, gpt2, or a file; that of the run's data, if not given."""
+    """Tokenizer of the runs: bytes, gpt2, or a file; that of the run's data, if not given."""
     harness: Literal["auto", "lm-eval", "builtin"] = "auto"
-    """lm-eval where it is installed, or the built-in one, which asks and scores in the same way."""
+    """auto: lm-eval where it is installed, otherwise the built-in harness, which uses the same prompts and metrics."""
     batch_tokens: int | None = None
     """Tokens in one forward pass: 262,144 on a GPU, 16,384 on a CPU, if not given."""
     device: str | None = None
@@ -99,8 +99,8 @@ class Downstream:
         elif self.csv:
             print_csv([row for arm in result["arms"] for row in csv_rows(arm)])
         elif any(arm["tasks"] for arm in result["arms"]):
-            show_table(*table_of(result), "Zero-shot accuracy, %; perplexity as it is", keys=2)
-            say("+- is one standard error; * is not two of them above chance, or above always giving one answer.")
+            show_table(*table_of(result), "Zero-shot accuracy in %, and perplexity", keys=2)
+            say("+- is one standard error; * is less than two of them above chance, or above one answer for all.")
         say_where(files, self.json or self.csv)
         if failed:
             raise ValueError(f"without {', '.join(failed)}: see the warnings above")

@@ -47,7 +47,7 @@ class Retrieval:
     """long: at least 100 questions at each length, without wrong answers to compare with. auto: long if the first run
     has a mixed layout."""
     samples: int = 16
-    """Contexts at each length, for the passkey at each length and depth; with --protocol short."""
+    """Number of contexts at each length (for passkeys, at each length and depth); with --protocol short."""
     depths: list[float] = field(default_factory=lambda: list(DEPTHS))
     """Positions of passkeys and needles (0: start of the context, 1: its end); with --protocol short."""
     ntk: Literal["off", "length"] = "off"
@@ -59,7 +59,7 @@ class Retrieval:
     tokenizer: str | None = None
     """bytes, gpt2, or a file; that of the run's data, if not given."""
     seed: int = 0
-    """Of the contexts."""
+    """Seed of the contexts."""
     batch_tokens: int | None = None
     """Tokens in one forward pass: 524,288 on a GPU, 16,384 on a CPU, if not given."""
     stop_after: float | None = None
@@ -90,7 +90,7 @@ class Retrieval:
             arm = self._arm(result, run)
             self._evaluate(run, arm, result, began)
         if not any(arm["rows"] for arm in result["arms"]):
-            raise ValueError("--stop-after left no time for a single task and length")
+            raise ValueError("--stop-after is too short: no task was finished at any length")
         write_json(self._json, result, overwrite=True)
         rules: tuple[Rule, ...] = ("greedy", "choice") if self.protocol == "short" else ("greedy",)
         if self.json:
@@ -107,7 +107,7 @@ class Retrieval:
         say_where(files, self.json or self.csv)
         missing = sum(1 for arm in result["arms"] for _ in self._todo(arm, arm["train_length"]))
         if missing:
-            print(f"{missing} of the tasks and lengths are left; the same command resumes", file=sys.stderr)
+            print(f"{missing} combinations of task and length are left; the same command resumes", file=sys.stderr)
 
     def _evaluate(self, run: Any, arm: dict[str, Any], result: dict[str, Any], began: float) -> None:
         todo = list(self._todo(arm, run.recipe.length))
@@ -221,7 +221,7 @@ def csv_rows(arm: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-CHANCE = "By chance almost nothing is decoded correctly; among the offered answers, one in their number is most likely."
+CHANCE = "Chance: about 0 for decoding; one in the number of offered answers for the most likely one."
 
 
 def show_retrieval_table(result: dict[str, Any], rule: Rule) -> None:

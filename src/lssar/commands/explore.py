@@ -19,11 +19,11 @@ class Explore:
     text: Path | None = None
     """The text file to look at."""
     tokens: int = 4096
-    """Look at so many tokens from the start of the text."""
+    """Number of tokens from the start of the text."""
     top: int = 32
     """Keys kept for each token; the page says how much weight is left out."""
     layers: list[int] = field(default_factory=list)
-    """Only these layers, counted from 0."""
+    """Layers to include, counted from 0; all, if not given."""
     out: Path = Path("explore.html")
     """File to write."""
     overwrite: bool = False
@@ -45,7 +45,7 @@ class Explore:
             raise ValueError(f"tokens must be at least 1; got {self.tokens}")
         if self.out.exists() and not self.overwrite:
             raise FileExistsError(f"{self.out} exists; give another --out, or --overwrite")
-        # No tokenizer makes more than one token of a byte: what lies behind so many characters is never read.
+        # A token is at least one byte, so text beyond this many characters cannot be needed.
         with self.text.open(encoding="utf-8", errors="replace") as file:
             content = file.read(16 * self.tokens + 1024)
         opened = [Run.open(folder, "cpu") for folder in self.runs]

@@ -18,15 +18,15 @@ class Export:
     run_folder: tyro.conf.Positional[Path]
     """Run folder."""
     folder: tyro.conf.Positional[Path]
-    """To be made; there must be no such folder yet."""
+    """Folder to create; it must not exist."""
     tokenizer: str | None = None
-    """bytes, gpt2, or a file; what the run was trained with, if not given."""
+    """bytes, gpt2, or a file; the tokenizer that the run was trained with, if not given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the exported weights."""
+    """Dtype of the exported weights."""
     overwrite: bool = False
     """Replace a folder that an earlier export made."""
     license: str = "other"
-    """For the model card: an identifier that the Hugging Face hub knows, such as apache-2.0."""
+    """Licence for the model card, as an identifier of the Hugging Face hub such as apache-2.0."""
 
     def run(self) -> None:
         from lssar.hf.export import export

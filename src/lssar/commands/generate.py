@@ -19,7 +19,7 @@ class Generate:
     prompt: str = "\n"
     """Text to continue."""
     tokens: int = 200
-    """At most this many new tokens; an end of document ends it earlier."""
+    """Largest number of new tokens; generation ends earlier at an end-of-document token."""
     temperature: float = 0.8
     """0 takes the most likely token."""
     top_k: int | None = 50

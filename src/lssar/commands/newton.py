@@ -23,13 +23,13 @@ class Newton:
     """Newton's law from orbits: do models that predict motion find the force behind it, and with which attention?"""
 
     scale: Literal["ci", "smoke", "h200", "109m"] = "smoke"
-    """`smoke`: minutes on two cores. `h200`: 10M parameters, every arm, minutes on a GPU. `109m`: the original's."""
+    """`smoke`: minutes on two cores. `h200`: 10M parameters, every arm, on a GPU. `109m`: the paper's model size."""
     out: Path | None = None
     """Folder of the sweep; out/newton-SCALE, if not given. Arms finished there are not run again."""
     mechanisms: list[str] = field(default_factory=list)
-    """Only these, e.g. lssar softmax lssar,p=3; those of the scale, if none is given."""
+    """Mechanisms, e.g. lssar softmax lssar,p=3; those of the scale, if none is given."""
     seeds: list[int] = field(default_factory=list)
-    """Only these; those of the scale, if none is given."""
+    """Seeds; those of the scale, if none is given."""
     labels: list[int] = field(default_factory=list)
     """Numbers of labelled systems; those of the scale, if none is given."""
     pretrain_steps: int | None = None
@@ -43,15 +43,15 @@ class Newton:
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     compile: bool = True
-    """On a GPU: blocks of the models by torch.compile, in longer training runs."""
+    """On a GPU: compile the blocks of the models with torch.compile, in longer training runs."""
     graphs: bool = True
-    """On a GPU: each training step as one CUDA graph."""
+    """On a GPU: run each training step as one CUDA graph."""
     keep_weights: bool = False
     """Keep the pre-trained weights in OUT/work."""
     laws: bool = True
-    """Read formulas too, where pyoperon is installed; `lssar newton read-law` does it later and elsewhere."""
+    """Fit formulas too, where pyoperon is installed; `lssar newton read-law` can do it later, on another machine."""
     summary: bool = True
-    """Gather and draw the results at the end; `lssar newton publish` does it later and elsewhere."""
+    """Collect and plot the results at the end; `lssar newton publish` can do it later, on another machine."""
 
     def _changed(self, family: Family) -> Family:
         """A family of the scale with what the flags ask for."""

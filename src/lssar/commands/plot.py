@@ -29,7 +29,7 @@ class Plot:
         from lssar.plots import plot_length, plot_retrieval
 
         if not self.files:
-            raise UsageError("which JSON files? See `lssar plot --help`")
+            raise UsageError("give one or more JSON files; see `lssar plot --help`")
         results = [read_json(file, dict) for file in self.files]
         kind = "arms" if "arms" in results[0] else "curves"
         for file, result in zip(self.files, results):

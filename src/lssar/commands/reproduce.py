@@ -23,7 +23,7 @@ ALL = "all"
 
 @dataclass
 class Reproduce:
-    """Train, evaluate and tabulate the arms of experiments; arms that are finished are not run again.
+    """Train, evaluate and tabulate the arms (training runs) of experiments; finished arms are not run again.
 
     Experiments: mixed, controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
     all.
@@ -46,13 +46,13 @@ class Reproduce:
     whole_arms: bool = False
     """With --time-limit: start no arm that is unlikely to finish, for machines whose disk does not last."""
     workers: int = 1
-    """Processes that share the machine, an arm each."""
+    """Processes that run at the same time, each with one arm."""
     compile: bool | None = None
-    """In place of the recipe's: for short arms compiling may take longer than it saves."""
+    """Whether to use torch.compile, if not as in the recipe; for short runs compiling may take longer than it saves."""
     out: Path | None = None
     """Folder for results/ and runs/, in place of the scale's own."""
     dry_run: bool = False
-    """Say what each arm would be (shapes, steps, tokens, parameters, memory, command), and run nothing."""
+    """Print shapes, steps, tokens, parameters, memory and command of each arm, and run nothing."""
 
     def run(self) -> None:
         from lssar.experiments import collect
@@ -97,7 +97,7 @@ class Reproduce:
         files: list[Path] = []
         pictures = importlib.util.find_spec("matplotlib") is not None
         if not pictures:
-            say("no pictures, they need matplotlib (pip install 'lssar[plots]'): `lssar reproduce report` draws them")
+            say("figures need matplotlib (pip install 'lssar[plots]'); `lssar reproduce report` draws them later")
         if self.scale == "smoke":
             say("\nScale smoke only shows that everything runs: its models are too small to decide anything.")
         for experiment in wanted:
@@ -155,7 +155,7 @@ def chosen(names: list[str]) -> list[str]:
     if unknown := [name for name in names if name not in EXPERIMENTS]:
         raise UsageError(f"unknown experiment {', '.join(map(repr, unknown))}; known: {', '.join(EXPERIMENTS)}, {ALL}")
     if not names:
-        raise UsageError(f"`lssar reproduce` wants names: {', '.join(EXPERIMENTS)}, or {ALL}")
+        raise UsageError(f"`lssar reproduce` needs names of experiments: {', '.join(EXPERIMENTS)}, or {ALL}")
     return list(dict.fromkeys(names))
 
 

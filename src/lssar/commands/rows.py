@@ -18,7 +18,7 @@ class RowsDemo:
     out: Path = Path("out/rows")
     """Folder for rows.json and rows.png; earlier ones there are replaced."""
     seed: int = 0
-    """Of the synthetic queries and keys."""
+    """Seed of the synthetic queries and keys."""
 
     def run(self) -> None:
         from lssar.evaluation.dilution import dilution

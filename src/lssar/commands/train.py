@@ -52,7 +52,7 @@ class Train:
         elif config.exists():
             recipe, out = read_recipe(Path(name)), Path(name)
         elif name.startswith("-"):
-            raise UsageError(f"`lssar train` wants a recipe ({', '.join(RECIPES)}) or a run folder before its flags")
+            raise UsageError(f"`lssar train` needs a recipe ({', '.join(RECIPES)}) or a run folder before its flags")
         else:
             raise UsageError(f"{name!r} is neither a recipe ({', '.join(RECIPES)}) nor a run folder with a config.json")
         flags = tyro.cli(

@@ -31,16 +31,16 @@ class Batch:
     inputs: Tensor
     """(B, L) int64; (1, B * L) when packed."""
     targets: Tensor
-    """As inputs; -100 where there is nothing to predict."""
+    """Same shape as `inputs`; -100 where there is nothing to predict."""
     cu_seqlens: Tensor | None = None
     """(documents + 1,) int32, when packed."""
 
 
 class Windows(Protocol):
-    """Made windows that are mixed into a stream of real ones."""
+    """Synthetic windows that are mixed into a stream of real ones."""
 
     def window(self, number: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """So many tokens, always the same for one number, and which of them count as targets."""
+        """Tokens of the window with this number, always the same, and which of them count as targets."""
 
     def identity(self) -> dict[str, Any]:
         """Plain values; differs if the windows do."""
@@ -107,7 +107,7 @@ class TokenBatches:
         return (self.position - self._made(self.position)) // self.windows
 
     def _made(self, place: int) -> int:
-        """How many of the windows before this place are made ones."""
+        """How many of the windows before this place are synthetic."""
         return int(place * self.share)
 
     def __iter__(self) -> TokenBatches:

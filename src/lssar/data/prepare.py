@@ -101,11 +101,11 @@ class Status:
     empty: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"train": 0, "val": 0})
     share: float | None = None
-    """Of the bytes of all sources, where these are known."""
+    """Share of the bytes of all sources that has been read, where sizes are known."""
     last_document: int = 0
     """Training tokens before the last training document."""
     resumed_tokens: int = 0
-    """Not made by this process."""
+    """Tokens that an earlier process made."""
 
     @property
     def total_tokens(self) -> int:
@@ -350,7 +350,7 @@ class _Sink:
         self.index = _FIRST_INDEX[split]
         self.shard: ShardInProgress | None = None
         self.checksums: dict[str, str] = {}
-        """Of finished shards, by name."""
+        """Checksums of finished shards, by name."""
 
     def path(self, index: int) -> Path:
         return self.out / f"{self.name}_{self.split}_{index:06d}.bin"

@@ -23,7 +23,7 @@ from lssar.data.shards import check_ids
 Undecodable = Literal["error", "replace"]
 _PIECE = 1 << 24
 _MOST_BYTES = 1 << 30
-"""Of one document after decompression. More is taken for a mistake, or for a file made to fill memory."""
+"""Largest document after decompression. A larger one is taken for an error, or for a file made to fill memory."""
 _TEXT = (".txt", ".text", ".md", ".rst")
 _COMPRESSED: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
@@ -37,7 +37,7 @@ class Document:
 
     content: str | np.ndarray
     place: str
-    """For messages: file and line."""
+    """File and line, for messages."""
     read: int = 0
     """Bytes of its unit read by now, for progress."""
 
@@ -47,7 +47,7 @@ class ReadOptions:
     """How sources are read."""
 
     field: str = "text"
-    """Of jsonl, parquet and datasets."""
+    """Field that holds the text, in jsonl, parquet and datasets."""
     undecodable: Undecodable = "error"
     separator: str | None = None
     """Splits a text file into documents; a whole file is one document without it."""
@@ -55,7 +55,7 @@ class ReadOptions:
     """Which files of a folder; those with a known suffix, if not given."""
     eot: int = 0
     vocab_size: int = 1 << 32
-    """Both for sources that hold tokens."""
+    """Size of the vocabulary and end-of-document token, for sources that hold tokens."""
 
 
 @dataclass(frozen=True)

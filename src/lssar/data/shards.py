@@ -67,7 +67,7 @@ class Shard:
         return _mapped(*self.version, self.layout.dtype, self.count)
 
     def _check_unchanged(self) -> None:
-        """Reading a mapping of a file that has since been cut ends the process with SIGBUS and no message."""
+        """Checks that the file is unchanged: reading a mapping of a file that was cut kills the process with SIGBUS."""
         path, size, changed = self.version
         try:
             now = os.stat(path)

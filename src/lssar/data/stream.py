@@ -83,9 +83,9 @@ class DocumentReader:
     shards: Shards
     eot: int
     min_tokens: int = 1
-    """Shorter ones are passed over; the eot counts where it is kept."""
+    """Shorter documents are skipped; the eot counts where it is kept."""
     max_tokens: int | None = None
-    """Longer ones are cut here."""
+    """Longer documents are cut at this length."""
     max_documents: int | None = None
     with_eot: bool = True
 

@@ -28,7 +28,7 @@ FILLER = " The grass is green. The sky is blue. The sun is yellow. Here we go. T
 SMALLEST = 10_000
 """Numbers have five digits: this one and those below ten times it."""
 NEEDLES, PAIRS, ITEMS = 5, 16, 8
-"""Of one context, by default: numbered words, pairs to recall, tokens to copy."""
+"""Default contents of one context: numbered words, pairs to recall, tokens to copy."""
 WRONG = 9
 """Random wrong answers beside a passkey: chance is one in ten."""
 
@@ -75,7 +75,7 @@ class Sample:
 
 
 Background = Callable[[np.random.Generator, int], np.ndarray]
-"""So many consecutive tokens of real text, from a random place."""
+"""Called with a generator and a number: that many consecutive tokens of real text, from a random place."""
 
 
 def background_of(stream: TokenStream, eot: int) -> Background:
@@ -181,7 +181,7 @@ class TaskMaker:
 
     @cached_property
     def words(self) -> list[str]:
-        """Of one encoded length, so that prompts are as long as each other."""
+        """Words of one encoded length, so that all prompts have the same length."""
         sizes = {word: len(self._needle_prompt(word)) for word in WORDS}
         usual = Counter(sizes.values()).most_common(1)[0][0]
         return [word for word, size in sizes.items() if size == usual]
@@ -300,7 +300,7 @@ class TaskMaker:
     def copy(
         self, rng: np.random.Generator, size: int, depths: Sequence[float], load: int | None, others: bool
     ) -> Sample:
-        """Mamba's selective copying: a few tokens far apart in blanks, to be said in order after a mark."""
+        """Mamba's selective copying: a few tokens far apart in blanks, to be repeated in order after a mark."""
         _, values, noise = self.symbols
         count = load or ITEMS
         self._fits("copy", size, 1, count)

@@ -181,7 +181,7 @@ def tokenizer_from_dict(record: dict[str, Any], folder: Path | None = None) -> T
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Copies the tokenizer's file, if it has one, into `folder`; the record then holds wherever the folder goes."""
+    """Copies the tokenizer's file, if it has one, into `folder`; the record then stays valid when the folder moves."""
     record = tokenizer.to_dict()
     if tokenizer.file is None:
         return record

@@ -46,7 +46,7 @@ class Benchmark:
     yaml: str
     """lm-eval's own file for it."""
     adapt: Callable[[Document], Document] = lambda doc: doc
-    """From the fields of a local file to those of the hub."""
+    """Converts the fields of a local file to those of the hub."""
 
 
 def _choices(context: str, choices: Sequence[str], gold: int) -> Question:
@@ -68,7 +68,7 @@ def _arc(doc: Document) -> Question:
 
 
 def _adapt_arc(doc: Document) -> Document:
-    """Also the form of llm-foundry: query, choices, gold."""
+    """Accepts the format of llm-foundry as well: query, choices, gold."""
     if "query" not in doc:
         return doc
     labels = [str(i + 1) for i in range(len(doc["choices"]))]
@@ -83,7 +83,7 @@ def _sciq(doc: Document) -> Question:
 
 
 def _winogrande(doc: Document) -> Question:
-    """The choices are in the context; what follows the blank is judged."""
+    """The choices are in the context; the text after the blank is scored."""
     before, after = doc["sentence"].split("_", 1)
     pairs = tuple((before + doc[option], f" {after.strip()}") for option in ("option1", "option2"))
     return Question(pairs, int(doc["answer"]) - 1, tuple(len(context) for context, _ in pairs))
@@ -189,7 +189,7 @@ def read_documents(name: str, folder: Path, limit: int | None = None) -> list[Do
 
 
 def chance(questions: Sequence[Question]) -> dict[str, float]:
-    """What guessing gives; and what always the same answer gives, where all are offered the same ones."""
+    """Accuracy of guessing, and of one constant answer where all questions offer the same answers."""
     if len(questions[0].pairs) == 1:
         return {}
     found = {"chance": sum(1 / len(q.pairs) for q in questions) / len(questions)}
@@ -274,7 +274,7 @@ def table_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def shown(found: dict[str, float | None] | None, metric: str, guess: float | None = None) -> str:
-    """A figure and its standard error, with a star where it is not two of them above `guess`."""
+    """A value and its standard error, with a star if it is less than two standard errors above `guess`."""
     if found is None or found["value"] is None:
         return "-"
     value, error = found["value"], found["stderr"]

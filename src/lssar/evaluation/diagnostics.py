@@ -20,7 +20,7 @@ STATISTICS = ("entropy", "effective", "above_mean", "matters", "largest", "first
 
 
 def row_statistics(w: Tensor) -> dict[str, Tensor]:
-    """Of rows (..., n) of weights, each statistic (...)."""
+    """Each statistic (...) of rows of weights (..., n)."""
     n = w.shape[-1]
     size = w.abs()
     entropy = -(size * size.clamp_min(1e-30).log()).sum(-1)

@@ -16,7 +16,7 @@ Pair = tuple[list[int], list[int]]
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Pair:
-    """As lm-eval does it: spaces at the end of the context belong to the continuation, and both are encoded together.
+    """Encodes as lm-eval does: spaces at the end of the context belong to the continuation; both are encoded at once.
 
     An empty context is the token between documents."""
     if not context:
@@ -36,7 +36,7 @@ def likelihoods(
     dtype: torch.dtype | None = None,
     report: Callable[[int], None] = lambda pairs: None,
 ) -> list[tuple[float, bool]]:
-    """Of each continuation its log-likelihood, and whether greedy decoding would give it.
+    """The log-likelihood of each continuation, and whether greedy decoding would give it.
 
     A pair longer than `max_length` loses its beginning; of a continuation that is itself longer, the last `max_length`
     tokens are scored. Rows are padded at their end, which causal attention never sees.
@@ -83,7 +83,7 @@ def _score(model: GPT, rows: list[tuple[list[int], list[int]]], device: torch.de
 
 
 def _of_tokens(model: GPT, hidden: Tensor, targets: Tensor, rows: int = 8192) -> tuple[Tensor, Tensor]:
-    """Log-likelihood of each target, and whether it is the likeliest; logits are made `rows` tokens at a time."""
+    """Log-likelihood of each target, and whether it is the most likely one; logits are made `rows` tokens at a time."""
     scores, right = [], []
     for h, t in zip(hidden.split(rows), targets.split(rows)):
         logits = model.logits(h).float()

@@ -28,7 +28,7 @@ from lssar.model import ModelConfig
 FARTHEST = 512
 QUESTIONS = 100
 NEEDLES = 8
-"""At most so many in a context."""
+"""Largest number of needles in a context."""
 GIVE_UP = 32
 """Answers after which a cell stops if none was right: the rate is then below 0.11 (95%)."""
 

@@ -29,7 +29,7 @@ def textbook_rows(s: Tensor, p: float, mechanism: AttentionSpec) -> Tensor:
 
 
 def stable_rows(s: Tensor, p: float, mechanism: AttentionSpec, head_size: int) -> Tensor:
-    """The same through the implementations' form of the formula."""
+    """The same weights by the stable form that the implementations use."""
     n = torch.full((s.shape[0], 1), s.shape[-1], dtype=torch.float32, device=s.device)
     largest = s.amax(-1, keepdim=True)
     a = (s - largest).exp() if mechanism.activation == "exp" else ACTIVATIONS[mechanism.activation](s)
@@ -46,7 +46,7 @@ def lost_rows(w: Tensor) -> int:
 
 
 def overflow_counts(s: Tensor, p: float, mechanism: AttentionSpec, head_size: int) -> dict[str, Any]:
-    """Of rows of scores (R, n): how many each form loses in each dtype."""
+    """How many of the rows of scores (R, n) each form loses in each dtype."""
     counts: dict[str, Any] = {"rows": s.shape[0], "textbook": {}, "stable": {}}
     for name, dtype in DTYPES.items():
         rounded = s.to(dtype)

@@ -80,7 +80,7 @@ class _Count:
 def samples_of(
     maker: TaskMaker, task: str, length: int, count: int, depths: Sequence[float], seed: int, others: bool = True
 ) -> Iterator[Sample]:
-    """`count` samples, for the passkey `count` at each depth. Each has its own seed, whatever else is asked for."""
+    """`count` samples, for the passkey `count` at each depth. A sample does not depend on the others."""
     number = list(TASKS).index(task)
     for i in range(count):
         for at in depths if task == "passkey" else [None]:
@@ -196,7 +196,7 @@ def _ask(model: GPT, cache: Cache, queries: list[Query]) -> list[_Answer]:
 
 
 def _score(model: GPT, cache: Cache, queries: list[Query], answers: list[np.ndarray]) -> list[tuple[list[bool], float]]:
-    """Of each row's answer: whether each token is the most likely one, and the log-likelihood of all of them.
+    """For the answer of each row, whether each token is the most likely one, and their log-likelihood.
 
     One forward over prompt and answer. Rows are padded at their end, which causal attention never sees.
     """
@@ -212,7 +212,7 @@ def _score(model: GPT, cache: Cache, queries: list[Query], answers: list[np.ndar
     cache.restore(before)
     logits = model.logits(hidden[:, asked - 1 :]).float()  # (B, tokens of the longest answer, V)
     scores = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    likeliest = (logits.argmax(-1) == targets).tolist()
+    most_likely = (logits.argmax(-1) == targets).tolist()
     return [
-        (likeliest[row][: len(answer)], float(scores[row, : len(answer)].sum())) for row, answer in enumerate(answers)
+        (most_likely[row][: len(answer)], float(scores[row, : len(answer)].sum())) for row, answer in enumerate(answers)
     ]

@@ -44,7 +44,7 @@ class Row:
     """Power that is trained in; re-weighting applied after training belongs to the evaluation."""
     position: Position = "rope"
     layout: str = "uniform"
-    """As in a recipe; {window}, {half} and {double} stand for the local window of the scale, half and twice of it."""
+    """As in a recipe, with {window}, {half} and {double} for the local window of the scale, half of it and twice it."""
     p_schedule: str | None = None
     evaluation: Evaluation = field(default_factory=Length)
     setting: Setting = "text"
@@ -117,7 +117,7 @@ class Scale:
     far_tokens: int = 131_072
     """Held-out tokens of an evaluation of loss in the `long` setting."""
     most_questions: int | None = None
-    """At most about so many questions in a cell, for a scale that only shows that everything runs."""
+    """About the largest number of questions in a cell, for a scale that only shows that everything runs."""
     bench_documents: int | None = None
     """At most this many documents of each benchmark."""
     evaluate_all: bool = True

@@ -66,7 +66,7 @@ def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]
 
 
 def _with_nulls(arm: dict[str, Any], row: Row, scale: Scale) -> dict[str, Any]:
-    """A diverged arm with a loss of null wherever its row has a loss."""
+    """A diverged arm with a loss of null where its row has a loss."""
     base, found = arm["recipe"]["length"], {}
     for evaluation in row.evaluations:
         if isinstance(evaluation, Length):

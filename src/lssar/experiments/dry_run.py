@@ -14,7 +14,7 @@ from lssar.model import GPT
 from lssar.training.recipes import Recipe, recipe
 
 STATE_BYTES = 16
-"""Of each parameter, float32: the weight, its gradient, two moments of AdamW."""
+"""Bytes for each parameter in float32: the weight, its gradient, two moments of AdamW."""
 
 
 def plan(arm: Arm, scale: Scale) -> dict[str, Any]:

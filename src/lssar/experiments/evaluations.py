@@ -52,7 +52,7 @@ class HeldOut:
     far_tokens: int = 131_072
     """Tokens of an evaluation of loss to the farthest length."""
     most_questions: int | None = None
-    """At most about so many questions in a cell."""
+    """About the largest number of questions in a cell."""
 
     def pieces(self, length: int) -> list[Tensor]:
         """About `tokens` in pieces of `length`, spread over as many documents as there are."""
@@ -169,9 +169,9 @@ class Retrieval(_Always):
     ntk: Literal["off", "length"] = "off"
     windowed: bool = False
     multiples: tuple[float, ...] | None = (1, 1.5, 2, 4, 8, 16)
-    """Of the training length; None: 1, 4, 16, 64 and the farthest of the scale, where the scale has them."""
+    """Multiples of the training length; None: 1, 4, 16, 64 and the farthest of the scale, where the scale has them."""
     questions: int | None = None
-    """At least so many questions at each length; None: as many as the tokens of the scale allow."""
+    """Smallest number of questions at each length; None: as many as the tokens of the scale allow."""
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ from lssar.experiments.evaluations import Benchmarks, Length, Overflow, Retrieva
 FAR = Length(to=64)
 FAR_NTK = Length(to=64, ntk="length")
 POWERS = (1, 3, 5, 9, 15, 31, 63)
-"""Of Figure 2 and of the stability experiment."""
+"""Powers p of Figure 2 and of the stability experiment."""
 
 TABLE1 = Experiment(
     name="table1",

@@ -240,7 +240,7 @@ def device_is_lost() -> bool:
 
 
 def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) -> dict[str, Any]:
-    """Train and evaluate whatever is missing, and record the results.
+    """Train and evaluate what is missing, and record the results.
 
     An evaluation that fails affects neither the training nor other evaluations, which are recorded; the arm stays
     unfinished if the evaluation is a required one. A training that diverges is a result too: it is recorded without
@@ -362,7 +362,7 @@ def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
 
 
 def identity(folder: Path, name: str) -> dict[str, Any]:
-    """Identity of the tokens, wherever the folder is."""
+    """Identity of the tokens; does not depend on the folder."""
     data = DataFolder(folder)
     return {
         "name": name,

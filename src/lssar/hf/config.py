@@ -34,7 +34,7 @@ class LssarConfig(PreTrainedConfig):
     ntk_factor: float = 1.0
     """Context as a multiple of the trained one for which the rotary base is scaled (NTK-aware); 1: as trained."""
     layer_types: list | None = None
-    """As transformers names them; derived from `model`, as is the next."""
+    """Names that transformers uses; derived from `model`, as is the next."""
     sliding_window: int | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -59,7 +59,7 @@ class LssarConfig(PreTrainedConfig):
         return {**fields, "auto_map": AUTO_MAP}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As transformers does, and the module that `auto_map` names."""
+        """Saves as transformers does, with the module that `auto_map` names."""
         super().save_pretrained(save_directory, *args, **kwargs)
         (Path(save_directory) / f"{REMOTE_MODULE}.py").write_text(REMOTE_CODE)
 

@@ -283,7 +283,7 @@ def _checked(found: Any) -> dict[str, Any]:
 
 
 def metrics_of(found: dict[str, Any], name: str) -> dict[str, dict[str, float | None]]:
-    """Of one task's entry in lm-eval's results: value and standard error of each metric."""
+    """Value and standard error of each metric, from one task's entry in lm-eval's results."""
     return dict(_metrics(found["results"][name]))
 
 

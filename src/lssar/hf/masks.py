@@ -144,7 +144,7 @@ def _encode(
 def _documents(first: Tensor, end: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Where each row's document starts, and whether rows see their documents up to themselves and nothing else.
 
-    Rows that are padding are made documents of their own: nobody sees them.
+    Rows that are padding are made documents of their own, so that no other row sees them.
     """
     rows = torch.arange(first.shape[1], device=first.device).expand_as(first)
     real = torch.ones_like(rows, dtype=torch.bool) if padding is None else padding

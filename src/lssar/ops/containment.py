@@ -1,7 +1,7 @@
 """Keeps NaN and inf inside the rows that see them.
 
 Matrix products do not: a hidden key has weight 0, and 0 * inf is NaN. So a call whose result is not finite although
-its inputs are not either is made again with those entries replaced by 0, and NaN is then written wherever a row that
+its inputs are not either is made again with those entries replaced by 0, and NaN is then written where a row that
 sees one of them has a part:
 
     output    row i, if q_i or a key that it sees is not finite; column d of it, if v_jd of a key j that it sees is not

@@ -47,7 +47,7 @@ def eps_of(dtype: torch.dtype) -> float:
 
 
 def whole(x: float) -> float:
-    """As an int where it is one: kernels make whole powers by multiplication."""
+    """p as an int if it is a whole number: kernels compute whole powers by multiplication."""
     return int(x) if float(x).is_integer() else float(x)
 
 

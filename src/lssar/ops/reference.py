@@ -1,4 +1,4 @@
-"""The operator as the paper writes it: dense, differentiable by autograd, in whatever float dtype it is given.
+"""The operator as the paper writes it: dense, differentiable by autograd, in the float dtype it is given.
 
 Shape letters: B batch, H query heads, Lq, Lk lengths, D head size. Every other implementation is tested against this.
 """

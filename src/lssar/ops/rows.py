@@ -49,7 +49,7 @@ class Rows:
 
 
 def softplus_(s: Tensor, bound: float) -> Tensor:
-    """In place; `bound` is the largest score there can be."""
+    """Works in place; `bound` is the largest possible score."""
     if bound < LOG1P_EXP_LIMIT:
         return s.exp_().log1p_()
     return torch.ops.aten.softplus.out(s, out=s)
@@ -269,7 +269,7 @@ def _reweight(
 
 
 def _recentre(rows: Rows, n: Tensor, spec: AttentionSpec, hide: Hide, buffer: Buffer, score_bound: Tensor) -> Rows:
-    """Normalise, subtract the mean (1 / n where the row is re-centred), and optionally l1 once more."""
+    """Normalise, subtract the mean (1 / n where the row is re-centred), and optionally l1 again."""
     total = rows.a.sum(-1, keepdim=True) * rows.scale  # 1, or 0 for a row that sees nothing
     mean = (total / n.clamp_min(1)).masked_fill_(n <= FIRST_ROWS, 0)
     w = torch.mul(rows.a, rows.scale, out=buffer("z")).sub_(mean)

@@ -1,4 +1,4 @@
-"""Softmax kinds through PyTorch's own fused kernels: exp under l1 is softmax, whatever the scores are scaled by."""
+"""Softmax kinds through PyTorch's own fused kernels: exp under l1 is softmax, for any scale of the scores."""
 
 from __future__ import annotations
 

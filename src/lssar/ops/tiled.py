@@ -258,7 +258,7 @@ def _forward(problem: _Problem, weights_out: Tensor | None = None) -> Tensor:
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Of q, k, v, and of gain and threshold for each row (B, Hq, Lq)."""
+"""Gradients of q, k, v, and of gain and threshold for each row (B, Hq, Lq)."""
 
 
 def _backward(problem: _Problem, do: Tensor) -> Gradients:
@@ -282,7 +282,7 @@ def _backward(problem: _Problem, do: Tensor) -> Gradients:
 
 def _backward_strips(problem: _Problem, do: Tensor) -> Gradients:
     p = problem
-    # In the plain layout, whatever the inputs have: strips of keys must be views, or what is added to them is lost.
+    # Contiguous even if the inputs are not: strips of keys must be views, or what is added to them is lost.
     dq, dk, dv = (x.new_zeros(x.shape) for x in (p.q, p.k, p.v))
     d_gain, d_threshold = (None if x is None else dq.new_zeros(dq.shape[:4]) for x in (p.gain, p.threshold))
     for chunk in p.chunks():
@@ -349,7 +349,7 @@ def _output(call: _Call) -> Tensor:
         return saturate(o, call.q.dtype)
     if not finite(*call.floats):
         return call.nonfinite().output(_output(call.without_nonfinite()))
-    # Out of the working dtype's range: once more with room to spare.
+    # Out of the working dtype's range: computed again in float64, with scaled rows.
     return narrow(_forward(_Problem(call, wide=True)), call.q.dtype)
 
 

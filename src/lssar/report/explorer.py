@@ -17,7 +17,7 @@ from lssar.report.page import document, embedded_bytes, embedded_json, text, wri
 from lssar.report.rows import HeadRows, LayerRows, attention_rows
 
 BYTES_A_KEY = 6
-"""Of an entry in the page before compression: distance, weight, weight before re-weighting."""
+"""Bytes of an entry in the page before compression: distance, weight, weight before re-weighting."""
 
 MOST_MIB = 256
 """Largest page, before compression: browsers run out of memory soon after."""

@@ -2,6 +2,9 @@
 
 RUN/checkpoints/step-0000200/{model.safetensors, optimiser.safetensors, state.json, checksums.json}
 
+Where parameters are divided over processes, each process writes its part, in the background: see `sharded.py`. Either
+kind can be loaded on any number of processes.
+
 A checkpoint is only saved if its weights are finite. Checksums are compared before one is used; a damaged one is passed
 over with a message, and the next older one serves.
 """
@@ -12,14 +15,17 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lssar.records import checksum, naming, read_json, remove_temporary, sync, warn
+from lssar.training import sharded
 from lssar.training.distributed import Processes
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -36,8 +43,88 @@ SEPARATOR = "/"
 """Between the name of a weight and that of its moment, in the flat names of safetensors."""
 
 MODEL, OPTIMISER, STATE, CHECKSUMS = "model.safetensors", "optimiser.safetensors", "state.json", "checksums.json"
-WHOLE = (MODEL, OPTIMISER, STATE)
-"""What training needs; evaluation needs MODEL alone."""
+RNG = "rng"
+"""Name of the random state among the tensors of the optimiser."""
+
+
+class Saver:
+    """Saves and restores the checkpoints of a run; every process has one and calls the same methods.
+
+    Sharded checkpoints are written in the background, at most one at a time. At the end of a `with` block the last one
+    is awaited.
+    """
+
+    def __init__(
+        self, run: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer], w: Processes, keep: int
+    ) -> None:
+        self.run, self.model, self.optimisers, self.w, self.keep = run, model, optimisers, w, keep
+        # Its own group: collectives of the background thread must not mix with those of training.
+        self.group = dist.new_group(backend="gloo") if sharded.is_sharded(model) else None
+        self.under_way: tuple[Path, Future[Any]] | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        """Save, or begin to, the checkpoint of `step`; False if weights or moments are not finite."""
+        self.wait()
+        if self.group is None:
+            made = save(self.run, step, self.model, self.optimisers, state, self.w, self.keep)
+            return made is not None
+        weights: dict[str, Any] = get_model_state_dict(self.model)
+        moments: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimisers)
+        flat = _flat(moments)
+        if self.w.any(not sharded.all_finite([*weights.values(), *flat.values()])):
+            if self.w.main:
+                _not_finite(step)
+            return False
+        state = {**state, "step": step, "param_groups": moments["param_groups"]}
+        path = folder(self.run, step)
+
+        def finish(sums: dict[str, str]) -> None:
+            _complete(path, state, sums)
+            _remove_old(self.run, self.keep)
+
+        flat[RNG] = torch.get_rng_state()
+        self.under_way = path, sharded.save(_hidden(path), weights, flat, self.group, finish)
+        return True
+
+    def wait(self) -> None:
+        """Until no save is under way; raises its error if it failed."""
+        if self.under_way is None:
+            return
+        path, future = self.under_way
+        self.under_way = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            if self.w.main:
+                shutil.rmtree(_hidden(path), ignore_errors=True)
+            raise OSError(None, f"{sharded.reason(error)}; what was finished before is not lost", str(path)) from error
+
+    def restore(self, step: int) -> dict[str, Any]:
+        """Load an undamaged checkpoint, each process its part; returns the plain state."""
+        path = folder(self.run, step)
+        if self.group is None:
+            return restore(path, self.model, self.optimisers)
+        weights: dict[str, Any] = get_model_state_dict(self.model)
+        moments: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimisers)
+        flat = _flat(moments) | {RNG: torch.get_rng_state()}
+        tensors = {**weights, **flat}
+        sharded.load_into(path, _tensor_files(path, whole=True), tensors, self.group)
+        state = read_json(path / STATE, dict)
+        set_model_state_dict(self.model, {name: tensors[name] for name in weights})
+        torch.set_rng_state(tensors[RNG])
+        nested = _nested({name: tensors[name] for name in flat if name != RNG}, state.pop("param_groups"))
+        set_optimizer_state_dict(self.model, self.optimisers, nested)
+        return state
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.wait()
+            return
+        with contextlib.suppress(Exception):  # the first error is the one to report
+            self.wait()
 
 
 def save(
@@ -49,7 +136,7 @@ def save(
     w: Processes,
     keep: int,
 ) -> Path | None:
-    """Write the checkpoint of `step` and remove all but the newest `keep`; `state` is plain values.
+    """Write a plain checkpoint of `step` and remove all but the newest `keep`; `state` is plain values.
 
     Returns None, and writes nothing, if weights or moments are not finite. Every process must call it.
     """
@@ -58,54 +145,83 @@ def save(
     path = folder(run, step)
     finite = True
     if w.main:
-        flat = {
-            f"{name}{SEPARATOR}{moment}": value.contiguous()
-            for name, state_of in moments["state"].items()
-            for moment, value in state_of.items()
-        }
-        finite = _all_finite([*weights.values(), *flat.values()])
+        flat = {name: value.contiguous() for name, value in _flat(moments).items()}
+        finite = sharded.all_finite([*weights.values(), *flat.values()])
         if finite:
             tensors = {MODEL: {key: value.contiguous() for key, value in weights.items()},
-                       OPTIMISER: {**flat, "rng": torch.get_rng_state()}}  # fmt: skip
+                       OPTIMISER: {**flat, RNG: torch.get_rng_state()}}  # fmt: skip
             _write(path, tensors, {**state, "step": step, "param_groups": moments["param_groups"]})
-            for old in checkpoints(run)[:-keep]:
-                _remove(old)
+            _remove_old(run, keep)
         else:
-            warn(f"step {step}: weights or optimiser state are not finite, so no checkpoint is saved")
+            _not_finite(step)
     return path if w.from_main(int(finite)) else None
+
+
+def _not_finite(step: int) -> None:
+    warn(f"step {step}: weights or optimiser state are not finite, so no checkpoint is saved")
+
+
+def _flat(moments: dict[str, Any]) -> dict[str, Any]:
+    """The optimisers' tensors by name of the weight and of the moment."""
+    return {
+        f"{name}{SEPARATOR}{moment}": value
+        for name, state_of in moments["state"].items()
+        for moment, value in state_of.items()
+    }
+
+
+def _nested(flat: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The inverse of `_flat`."""
+    moments: dict[str, Any] = {"state": {}, "param_groups": groups}
+    for key, value in flat.items():
+        name, moment = key.split(SEPARATOR)
+        moments["state"].setdefault(name, {})[moment] = value
+    return moments
+
+
+def _remove_old(run: Path, keep: int) -> None:
+    for old in checkpoints(run)[:-keep]:
+        _remove(old)
 
 
 def _remove(path: Path) -> None:
     """Delete a checkpoint. It is hidden first: a process killed while it deletes leaves no half of one."""
-    hidden = path.with_name(f".{path.name}")
+    hidden = _hidden(path)
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)
     shutil.rmtree(hidden)
 
 
-def _all_finite(tensors: Iterable[Tensor]) -> bool:
-    return all(bool(torch.isfinite(x).all()) for x in tensors if x.is_floating_point())
+def _hidden(path: Path) -> Path:
+    """The name of a checkpoint while it is written or deleted."""
+    return path.with_name(f".{path.name}")
 
 
 def _write(path: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}")
+    temporary = _hidden(path)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with naming(path), _as_os_error():
             temporary.mkdir(parents=True)
             for name, values in tensors.items():
                 save_file(values, temporary / name)
-            (temporary / STATE).write_text(json.dumps(state))
-            sums = {name: checksum(temporary / name) for name in WHOLE}
-            (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-            for file in [*temporary.iterdir(), temporary]:  # on the disk before the final name exists
-                sync(file)
-            set_aside(path)
-            os.replace(temporary, path)
-            sync(path.parent)
-            shutil.rmtree(_aside(path), ignore_errors=True)
+            _complete(path, state, {name: checksum(temporary / name) for name in tensors})
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _complete(path: Path, state: dict[str, Any], sums: dict[str, str]) -> None:
+    """Add the state and all checksums to the tensors in the hidden folder, and give it its name."""
+    temporary = _hidden(path)
+    (temporary / STATE).write_text(json.dumps(state))
+    sums = {**sums, STATE: checksum(temporary / STATE)}
+    (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+    for file in [*temporary.iterdir(), temporary]:  # on the disk before the final name exists
+        sync(file)
+    set_aside(path)
+    os.replace(temporary, path)
+    sync(path.parent)
+    shutil.rmtree(_aside(path), ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -153,15 +269,16 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"damaged-{path.name}")
 
 
-def newest(run: Path, files: Iterable[str] = (MODEL,)) -> Path | None:
-    """The newest checkpoint whose `files` are undamaged, with a message for each that is passed over.
+def newest(run: Path, whole: bool = False) -> Path | None:
+    """The newest undamaged checkpoint, with a message for each that is passed over.
 
-    None if there are no checkpoints; a ValueError if there are some, all damaged.
+    Only the weights are checked, which is all that evaluation needs, or with `whole` what training needs. None if there
+    are no checkpoints; a ValueError if there are some, all damaged.
     """
     found = checkpoints(run)
     faults: list[str] = []
     for path in reversed(found):
-        fault = damage(path, files)
+        fault = damage(path, whole)
         if fault is None:
             if faults:
                 warn(f"using {path.name} of {run}, the next older checkpoint")
@@ -179,23 +296,45 @@ def latest(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def damage(path: Path, files: Iterable[str]) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def damage(path: Path, whole: bool) -> str | None:
+    """What is wrong with a checkpoint, its weights alone or the whole of it; or None."""
     try:
-        sums = read_json(path / CHECKSUMS, dict) if (path / CHECKSUMS).exists() else None
+        sums = _sums(path)
+        needed = _needed(path, whole)
+        if missing := [name for name in needed if not (path / name).is_file()]:
+            return f"{path / missing[0]} is missing"
         if sums is None:
+            if any(sharded.is_shard(name) for name in needed):  # only the list tells whether all shards are there
+                return f"{path / CHECKSUMS} is missing"
             warn(f"{path} has no {CHECKSUMS}, so only its form is checked")
-        for name in files:
-            file = path / name
-            if not file.is_file():
-                return f"{file} is missing"
-            if sums is not None and checksum(file) != sums.get(name):
-                return f"the checksum of {file} differs from the one recorded when it was saved"
-            if sums is None and (fault := _malformed(file)):
-                return fault
+            return next((fault for name in needed if (fault := _malformed(path / name))), None)
+        if unlisted := [file.name for file in path.iterdir() if sharded.is_shard(file.name) and file.name not in sums]:
+            return f"{path / CHECKSUMS} does not list {unlisted[0]}"
+        with ThreadPoolExecutor(8) as threads:  # hashing is done outside Python's lock
+            found = list(threads.map(lambda name: checksum(path / name), needed))
+        for name, value in zip(needed, found):
+            if value != sums.get(name):
+                return f"the checksum of {path / name} differs from the one recorded when it was saved"
     except (OSError, ValueError) as error:
         return str(error)
     return None
+
+
+def _sums(path: Path) -> dict[str, str] | None:
+    return read_json(path / CHECKSUMS, dict) if (path / CHECKSUMS).exists() else None
+
+
+def _needed(path: Path, whole: bool) -> list[str]:
+    return [*_tensor_files(path, whole), *([STATE] if whole else [])]
+
+
+def _tensor_files(path: Path, whole: bool) -> list[str]:
+    """Names of the files with weights, or with `whole` all tensors, that a checkpoint should have."""
+    kinds = (sharded.WEIGHTS, sharded.MOMENTS) if whole else (sharded.WEIGHTS,)
+    names = {*(_sums(path) or ()), *(file.name for file in path.iterdir())}
+    if any(sharded.is_shard(name) for name in names):
+        return sorted(name for name in names if sharded.is_shard(name, kinds))
+    return [MODEL, OPTIMISER] if whole else [MODEL]
 
 
 def _malformed(file: Path) -> str | None:
@@ -211,26 +350,31 @@ def _malformed(file: Path) -> str | None:
     return None
 
 
-def load_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    file = path / MODEL
-    if not file.exists():
-        raise FileNotFoundError(f"{path} holds no checkpoint: {file.name} is missing")
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint or of an exported model, whole, in CPU memory."""
+    return _load(path, whole=False)
+
+
+def _load(path: Path, whole: bool) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, or its weights."""
+    names = _tensor_files(path, whole) if path.is_dir() else [MODEL]
+    for name in names:
+        if not (path / name).exists():
+            raise FileNotFoundError(f"{path} holds no checkpoint: {name} is missing")
     try:
-        return load_file(file, device=str(device))
+        if sharded.is_shard(names[0]):
+            return sharded.load_whole(path, names)
+        return {key: value for name in names for key, value in load_file(path / name).items()}
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise ValueError(f"{path / names[0]} is damaged: {error}") from error
 
 
 def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Load weights, moments and random state of an undamaged checkpoint; returns the plain state."""
-    weights: dict[str, Any] = dict(load_weights(path))
-    set_model_state_dict(model, weights, options=FULL)
     state = read_json(path / STATE, dict)
-    tensors = load_file(path / OPTIMISER)
-    torch.set_rng_state(tensors.pop("rng"))
-    moments: dict[str, Any] = {"state": {}, "param_groups": state.pop("param_groups")}
-    for key, value in tensors.items():
-        name, moment = key.split(SEPARATOR)
-        moments["state"].setdefault(name, {})[moment] = value
-    set_optimizer_state_dict(model, optimisers, moments, options=FULL)
+    tensors = _load(path, whole=True)
+    torch.set_rng_state(tensors.pop(RNG))
+    flat = {key: tensors.pop(key) for key in list(tensors) if SEPARATOR in key}
+    set_model_state_dict(model, dict[str, Any](tensors), options=FULL)
+    set_optimizer_state_dict(model, optimisers, _nested(flat, state.pop("param_groups")), options=FULL)
     return state

@@ -20,6 +20,10 @@ from lssar.model import GPT
 from lssar.training.recipes import Parallel
 
 
+class ProcessLost(ConnectionError):
+    """Another process of the run has died or does not answer."""
+
+
 @dataclass(frozen=True)
 class Processes:
     rank: int
@@ -89,7 +93,11 @@ class Processes:
 
 @contextlib.contextmanager
 def world(context: int = 1) -> Iterator[Processes]:
-    """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences."""
+    """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences.
+
+    If a process dies, the others raise ProcessLost: gloo sees the closed connection at once. NCCL does not, and there
+    torchrun ends them, 30 seconds after it asked them to stop.
+    """
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -101,6 +109,14 @@ def world(context: int = 1) -> Iterator[Processes]:
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), device, context)
         dist.barrier()  # a process that leaves early may leave the others waiting in their teardown
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo/transport/" in str(error)):
+            raise
+        raise ProcessLost(
+            f"process {dist.get_rank()} lost the connection to another one, which was killed, failed (then its own "
+            "message says why) or does not answer; finished checkpoints are not lost, and the same command resumes, on "
+            "any number of processes"
+        ) from error
     finally:
         dist.destroy_process_group()
 

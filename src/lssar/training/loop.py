@@ -52,7 +52,8 @@ def train(
         trainer.resume()
         metrics = Metrics(run, trainer.step, log, recipe.to_dict()) if w.main else None
         try:
-            return _train(trainer, metrics, report, stopped, stop_after)
+            with trainer.saver:
+                return _train(trainer, metrics, report, stopped, stop_after)
         finally:
             if metrics is not None:
                 metrics.close()
@@ -106,6 +107,7 @@ def _train(
 
 
 def _diverged(trainer: _Trainer, steps: int) -> str:
+    trainer.saver.wait()
     kept = checkpoints.latest(trainer.run)
     where = (
         f"the last finite checkpoint is {kept}" if kept is not None else "no finite checkpoint was saved before that"
@@ -132,6 +134,7 @@ class _Trainer:
         self.micro_steps = recipe.micro_steps(w.size)
         self.batches, self.held_out = open_data(recipe, data, w)
         self.held_out_start = self.held_out.state_dict() if self.held_out is not None else {}
+        self.saver = checkpoints.Saver(run, self.model, self.optimisers, w, recipe.keep)
         self.step = 0
         if recipe.compile:
             self.model.compile()
@@ -143,7 +146,7 @@ class _Trainer:
         def find() -> None:
             checkpoints.clean(self.run)
             before = checkpoints.checkpoints(self.run)
-            if (path := checkpoints.newest(self.run, checkpoints.WHOLE)) is not None:
+            if (path := checkpoints.newest(self.run, whole=True)) is not None:
                 found.append(path)
                 for damaged in before[before.index(path) + 1 :]:
                     checkpoints.set_aside(damaged)
@@ -151,15 +154,13 @@ class _Trainer:
         self.w.on_main(find)
         step = self.w.from_main(checkpoints.step_of(found[0]) if found else -1)
         if step >= 0:
-            state = checkpoints.restore(checkpoints.folder(self.run, step), self.model, self.optimisers)
+            state = self.saver.restore(step)
             self.batches.load_state_dict(state["data"])
             self.step = state["step"]
 
     def save(self) -> bool:
-        """Whether a checkpoint was saved; False if the weights are not finite."""
-        state = {"data": self.batches.state_dict()}
-        made = checkpoints.save(self.run, self.step, self.model, self.optimisers, state, self.w, self.recipe.keep)
-        return made is not None
+        """Whether a checkpoint was saved, or is being saved; False if the weights are not finite."""
+        return self.saver.save(self.step, {"data": self.batches.state_dict()})
 
     def take_step(self) -> dict[str, Any]:
         """One optimisation step; returns its row of metrics."""

@@ -35,7 +35,7 @@ def mean_visible(length: int, window: int | None) -> float:
 
 
 def peak_flops() -> float | None:
-    """Of this process's card, where it is known."""
+    """Peak FLOPs a second of this process's GPU, if it is known."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -99,7 +99,7 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All undamaged lines, with a message if others were found. A last line that was cut off is not worth one."""
+    """All undamaged lines, with a message if others were found. A last line that was cut off is dropped without one."""
     path = run / METRICS
     rows, damaged = [], []
     lines = path.read_bytes().split(b"\n")
@@ -142,7 +142,7 @@ def summarise(rows: list[dict[str, Any]], points: int = 64) -> dict[str, Any]:
     """A summary of training: last losses, gradient norms, spikes, speed, and a thinned curve."""
     if not rows:
         raise ValueError(f"{METRICS} holds no undamaged line")
-    after = rows[len(rows) // 10 :]  # the first tenth, warm-up for the most part, has norms of its own
+    after = rows[len(rows) // 10 :]  # without the first tenth, which is mostly warm-up and has other norms
     norms = sorted(row["grad_norm"] for row in after if math.isfinite(row["grad_norm"]))
     speeds = [row["tokens_per_s"] for row in rows]
     curve = []

@@ -17,14 +17,18 @@ from lssar.training.recipes import CONFIG, Recipe, read_recipe
 MAY_CHANGE = (
     "keep",
     "compile",
+    "parallel",
     "context_parallel",
+    "micro_batch",
+    "checkpoint_layers",
     "save_every",
     "eval_every",
     "max_non_finite",
     "skip_non_finite",
     "data",
 )
-"""Fields of a recipe that may differ when a run resumes. Data may lie elsewhere, but must hold the same tokens."""
+"""Fields of a recipe that may differ when a run resumes. Data may lie elsewhere, but must hold the same tokens. How a
+step is divided over processes and passes may change: a run resumes on another number of processes."""
 
 
 def resolve(recipe: Recipe, run: Path, w: Processes) -> tuple[Recipe, DataFolder]:

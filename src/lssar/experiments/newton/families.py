@@ -33,7 +33,7 @@ class Family:
     world: str
     size: str
     tokens: int
-    """Of a sequence; the first names the interval."""
+    """Tokens of a sequence; the first one names the time step."""
     first: int = 8
     """The step from which forces are labelled and asked for."""
     mechanisms: tuple[str, ...] = MECHANISMS

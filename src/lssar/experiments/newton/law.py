@@ -74,7 +74,7 @@ def nearest_neighbours(
 
 
 # Symbolic regression. Every variable is put in units of its geometric mean first: constants in the strings are then
-# of order one, whatever the units, and a power law stays one.
+# of order one in any units, and a power law stays one.
 
 
 def symbolic_laws(

@@ -85,7 +85,7 @@ class OrbitModel(nn.Module):
         return F.mse_loss(self._change(hidden[:, 1:-1]), (shown[:, 1:] - shown[:, :-1]) / self.step)
 
     def next_shown(self, interval: Tensor, shown: Tensor) -> Tensor:
-        """What is expected after each token, (B, L, .): numbers, or the likeliest bins."""
+        """What is expected after each token, (B, L, .): numbers, or the most likely bins."""
         hidden = self.hidden(interval, shown)[:, 1:]
         if self.world.encoding == "bins":
             return self.say(hidden).unflatten(-1, (2, self.world.bins)).argmax(-1)

@@ -177,7 +177,7 @@ TABLES: dict[str, Callable[[Row], str]] = {
 
 
 def filled(page: Path) -> str:
-    """The document with its tables made anew."""
+    """The document with its tables filled from the results."""
 
     def block(match: re.Match[str]) -> str:
         path = page.parent / match[2]

@@ -34,7 +34,7 @@ from lssar.experiments.newton.training import true_state
 from lssar.records import write_json
 
 TRUE = "true-forces"
-"""In place of an arm: the law fitted to the true forces, an upper bound."""
+"""Stands for an arm: the law fitted to the true forces, an upper bound."""
 
 
 def read_predictions(out: Path, arm: str) -> dict[str, np.ndarray]:
@@ -127,7 +127,7 @@ def collect(out: Path) -> dict[str, Any]:
 
 
 def best_arms(family: Family, out: Path) -> list[str]:
-    """Of each mechanism the pre-trained arm with most labels and the first seed, where it is finished."""
+    """For each mechanism the pre-trained arm with most labels and the first seed, if it is finished."""
     if "pretrained" not in family.starts:
         return []
     jobs = [Job(family, mechanism, family.seeds[0]) for mechanism in family.mechanisms]

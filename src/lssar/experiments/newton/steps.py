@@ -62,8 +62,8 @@ def has_graphs(device: torch.device) -> bool:
 class Steps:
     """`steps(rate, batch)`: one step with a learning rate on `loss_of(*batch)`; returns the loss, until the next step.
 
-    Whatever differs from step to step must come in `batch`: a graph has all else as it was when it was made. Batches
-    must have one shape. As a context manager, it leaves model and optimiser as they would be without it.
+    All that differs from step to step must be in `batch`: a graph keeps everything else as it was when it was made.
+    Batches must have one shape. As a context manager, it leaves model and optimiser as they would be without it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Steps:
             return self._step(batch)
         try:
             return self._step(batch)
-        except Exception as problem:  # whatever a compiler may raise
+        except Exception as problem:  # compilers raise many kinds
             self._give_up("compile", problem)
             self._without_compiling()
             return self._step(batch)

@@ -145,7 +145,7 @@ def _side_by_side(
                 if stop():
                     ending.set()
         finally:
-            ending.set()  # whatever happens here, the workers save and end
+            ending.set()  # also after an error here, so that the workers save and exit
     if failures:
         raise failures[0]
 
