@@ -22,7 +22,8 @@ TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
 
 
 def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, Any]:
-    """Bytes of shared memory, number of asynchronous products and `overwritten` tiles of the compiled kernel."""
+    """Bytes of shared memory, numbers of asynchronous products and of barriers that are not ended, and `overwritten`
+    tiles of the compiled kernel."""
     words = module, kernel, json.dumps(constants), json.dumps(types)
     return outside_the_interpreter("tests.ops.compile_for_hopper", *words, cache=cache)
 
@@ -74,7 +75,11 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
     source = source_of(kernel, signature=signature, constexprs=values, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     products = made.asm["ptx"].count("wgmma.mma_async")
-    found = {"shared": made.metadata.shared, "wgmma": products, "overwritten": overwritten(made.asm["ttgir"])}
+    ttgir = made.asm["ttgir"]
+    found = {
+        "shared": made.metadata.shared, "wgmma": products, "overwritten": overwritten(ttgir),
+        "barriers left": ttgir.count("ttng.init_barrier") - ttgir.count("ttng.inval_barrier"),
+    }  # fmt: skip
     print(json.dumps(found))
 
 

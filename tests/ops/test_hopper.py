@@ -71,6 +71,7 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     made = compile_lssar("lssar.ops.fused.hopper", kernel, D, mechanism, Tile(64, 64, 4, 2, tma=True), tmp_path)
     assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
     assert made["wgmma"] > 0
+    assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
 
 
 def of_the_table(activation, more, in_ci):

@@ -284,8 +284,8 @@ RECIPES: dict[str, Recipe] = {
         eval_every=250, save_every=250,
     ),
     "long-6m": Recipe(
-        size="6m", layout="mixed", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="data/books-4k",
-        vocab_size=4_096, length=512, steps=3_000, batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=1.5e-3,
+        size="6m", layout="mixed", attention="cosine_softmax", data="data/books-4k",
+        vocab_size=4_096, length=512, steps=1_500, batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=1.5e-3,
         warmup=100, retrieval_share=0.25, retrieval_tasks=("passkey", "needles", "recall"), eval_every=500,
         save_every=1_000,
     ),

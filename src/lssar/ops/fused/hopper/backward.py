@@ -35,6 +35,7 @@ from lssar.ops.fused.gradients import (
 from lssar.ops.fused.hopper.memory import (
     announce,
     announce_pair,
+    end_barriers,
     fetch_pair,
     load_pair,
     load_rows,
@@ -320,6 +321,8 @@ def key_gradient_kernel(
     dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
     store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
     store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+    end_barriers(keys_ready)
+    end_barriers(rows_ready)
 
 
 @gluon.jit
@@ -528,3 +531,5 @@ def query_gradient_kernel(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
         steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
     )  # fmt: skip
+    end_barriers(rows_ready)
+    end_barriers(keys_ready)

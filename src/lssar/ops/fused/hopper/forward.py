@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lssar.ops.fused.forward import CAREFUL_SCALE
 from lssar.ops.fused.hopper.memory import (
     announce,
+    end_barriers,
     load_rows,
     load_tile,
     program_barrier,
@@ -411,3 +412,6 @@ def forward_kernel(
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
     gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, row_layout)), mask=rows < Lq)
+    end_barriers(q_ready)
+    end_barriers(k_ready)
+    end_barriers(v_ready)

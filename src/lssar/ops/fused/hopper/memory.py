@@ -31,6 +31,19 @@ def tile_barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
+def end_barriers(barriers):
+    """End the use of barriers; the last thing that a kernel does.
+
+    Without it the compiler takes a barrier for dead after its last wait and puts the exchange of a layout conversion in
+    its place. The hardware still writes there: one row in some million became NaN.
+    """
+    STAGES: gl.constexpr = barriers.shape[0]
+    program_barrier()
+    for stage in gl.static_range(STAGES):
+        mbarrier.invalidate(barriers.index(stage))
+
+
+@gluon.jit
 def tile_descriptor(ptr, length, stride, ROWS: gl.constexpr, D: gl.constexpr):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], ptr.dtype.element_ty)
     return tma.make_tensor_descriptor(
