@@ -249,7 +249,7 @@ def typical_step(world: OrbitWorld) -> float:
 
 
 def identifiability(world: OrbitWorld, count: int = 20_000, seed: int = 0) -> dict[str, float]:
-    """How well the planet's mass can be seen at all: the star's swing in bins, and what the mass is worth in log F."""
+    """Whether the planet's mass can be observed: the star's motion in bins, the share of var(log F) due to the mass."""
     systems = draw(world, count, np.random.default_rng(seed), planets=1)
     tracks = two_body_tracks(systems, 1)
     swing = 2 * systems.axis[:, 0] * tracks.masses[:, 0] / tracks.masses.sum(-1)  # from end to end

@@ -101,7 +101,7 @@ def pretraining_table(result: Row) -> str:
 
 def identifiability_table(result: Row) -> str:
     return markdown_table(
-        ["world", "star's swing, bins (median)", "swing below one bin", "planet mass, share of var(log F)",
+        ["world", "star's motion, bins (median)", "motion below one bin", "planet mass, share of var(log F)",
          "F, 99% / 1%"],
         ([world, f"{v['star_swing_bins_median']:.3g}", f"{100 * v['star_swing_below_one_bin']:.0f}%",
           f"{100 * v['planet_mass_share_of_var_log_force']:.0f}%", f"{v['force_ratio_99_to_1']:.3g}"]
