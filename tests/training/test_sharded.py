@@ -83,10 +83,6 @@ def run(uninterrupted, tmp_path) -> Path:
     return Path(shutil.copytree(uninterrupted, tmp_path / "run"))
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    return checkpoints._load(path, whole=True)
-
-
 def names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir())
 
@@ -113,7 +109,7 @@ def test_muons_state_is_kept_to_the_bit(shards, tmp_path):
     trained(2, recipe, tmp_path / "run", stop_at=3)
     trained(2, recipe, tmp_path / "run")
     assert losses(tmp_path / "run") == losses(whole)
-    one, other = (tensors(checkpoints.latest(run)) for run in (whole, tmp_path / "run"))
+    one, other = (checkpoints.load_all(checkpoints.latest(run)) for run in (whole, tmp_path / "run"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert any(key.endswith("/momentum_buffer") for key in one)
     shutil.rmtree(tmp_path / "run/checkpoints/step-0000006")
@@ -138,7 +134,7 @@ def test_every_process_writes_its_part_and_all_parts_make_the_whole(uninterrupte
         one, other = (os.path.getsize(path / f"shard-{r:05d}-model-{kind:05d}-of-00002.safetensors") for r in (1, 2))
         assert 0.8 < one / other < 1.25
     model = Run.open(uninterrupted, "cpu").model()
-    whole = tensors(path)
+    whole = checkpoints.load_all(path)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, whole[name])
         assert whole[f"{name}/exp_avg"].shape == weight.shape
@@ -206,7 +202,7 @@ def test_training_continues_while_a_checkpoint_is_written(shards, uninterrupted,
 
     slow = trained(2, recipe_of(shards, keep=9), tmp_path / "run", first=first)
     for step in (4, 8, 12):
-        one, other = (tensors(checkpoints.folder(run, step)) for run in (slow, uninterrupted))
+        one, other = (checkpoints.load_all(checkpoints.folder(run, step)) for run in (slow, uninterrupted))
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
 
@@ -262,7 +258,7 @@ def check_kill(shards: Path, uninterrupted: Path, run: Path, moment: str, victim
     assert all(end == 1 for number, end in enumerate(ends) if number != victim), output
     assert "Traceback" not in output
     for number in {*range(sizes[0])} - {victim}:
-        assert f"error: process {number} lost the connection to another one" in output
+        assert f"error: process {number} lost the connection to another process" in output
     found = checkpoints.checkpoints(run)
     assert [checkpoints.step_of(path) for path in found] == ([4, 8] if moment == "named" else [4])
     assert all(checkpoints.damage(path, whole=True) is None for path in found)
@@ -390,7 +386,7 @@ def test_loading_never_unpickles(run, monkeypatch):
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, refuse)
     path = checkpoints.latest(run)
-    assert tensors(path)["rng"].dtype == torch.uint8
+    assert checkpoints.load_all(path)["rng"].dtype == torch.uint8
     assert {Path(name).suffix for name in names(path)} == {".safetensors", ".json"}
 
 

@@ -355,8 +355,12 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     return _load(path, whole=False)
 
 
+def load_all(path: Path) -> dict[str, Tensor]:
+    """Weights, optimiser state and random state of a checkpoint, whole, in CPU memory, under the names of the files."""
+    return _load(path, whole=True)
+
+
 def _load(path: Path, whole: bool) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, or its weights."""
     names = _tensor_files(path, whole) if path.is_dir() else [MODEL]
     for name in names:
         if not (path / name).exists():
@@ -372,7 +376,7 @@ def _load(path: Path, whole: bool) -> dict[str, Tensor]:
 def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Load weights, moments and random state of an undamaged checkpoint; returns the plain state."""
     state = read_json(path / STATE, dict)
-    tensors = _load(path, whole=True)
+    tensors = load_all(path)
     torch.set_rng_state(tensors.pop(RNG))
     flat = {key: tensors.pop(key) for key in list(tensors) if SEPARATOR in key}
     set_model_state_dict(model, dict[str, Any](tensors), options=FULL)

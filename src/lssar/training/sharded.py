@@ -54,6 +54,9 @@ class _Writer(dcp.HuggingFaceStorageWriter):
 
     def __init__(self, folder: Path, files: dict[str, int], finish: Callable[[dict[str, str]], None]):
         super().__init__(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+        # The tensors are in CPU memory already. Copying ahead would use a CUDA stream in the background thread, whose
+        # current device is GPU 0, whatever the process's own.
+        self.per_thread_copy_ahead = 0
         self.folder, self.call_at_end = folder, finish
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
