@@ -113,9 +113,9 @@ def world(context: int = 1) -> Iterator[Processes]:
         if not (isinstance(error, dist.DistError) or "gloo/transport/" in str(error)):
             raise
         raise ProcessLost(
-            f"process {dist.get_rank()} lost the connection to another process, which was killed, failed with a message "
-            "of its own, or stopped responding; finished checkpoints are not lost, and the same command resumes, on any "
-            "number of processes"
+            f"process {dist.get_rank()} lost the connection to another process, which was killed, failed with a "
+            "message of its own, or stopped responding; finished checkpoints are not lost, and the same command "
+            "resumes, on any number of processes"
         ) from error
     finally:
         dist.destroy_process_group()
