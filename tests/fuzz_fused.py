@@ -59,13 +59,19 @@ class Case:
     v_exponent: int
 
 
+SAME_KERNELS = 250
+"""Cases on a GPU that follow each other and share what kernels are compiled for: compiling takes seconds, a case
+milliseconds."""
+
+
 def draw(seed: int, small: bool) -> Case:
     r = random.Random(seed)
-    kind = r.choices(("lssar", "activation", "decode", "paged", "hidden"), (50, 15, 12, 8, 15))[0]
-    dtype = r.choices(tuple(DTYPES), (3, 2, 1))[0]
+    kernels = r if small else random.Random(-1 - seed // SAME_KERNELS)
+    kind = kernels.choices(("lssar", "activation", "decode", "paged", "hidden"), (50, 15, 12, 8, 15))[0]
+    dtype = kernels.choices(tuple(DTYPES), (3, 2, 1))[0]
     longest = 70 if small else r.choice((64, 300, 1100))
     keys = r.choice((1, 2, 3, 4, 5, r.randint(6, longest), r.randint(6, longest), longest))
-    view = r.choice(("causal", "full", "window", "full window", "pack", "full pack", "padding"))
+    view = kernels.choice(("causal", "full", "window", "full window", "pack", "full pack", "padding"))
     if "pack" in view or view == "padding" or r.random() < 0.7:
         queries = keys
     else:
@@ -76,10 +82,10 @@ def draw(seed: int, small: bool) -> Case:
         queries, view = keys, "causal"
     far = dtype != "float16" and kind in ("lssar", "decode", "paged") and r.random() < 0.25
     return Case(
-        seed, kind, r.choice(ACTIVATIONS) if kind == "activation" else "lssar", dtype,
+        seed, kind, kernels.choice(ACTIVATIONS) if kind == "activation" else "lssar", dtype,
         1 if "pack" in view else r.randint(1, 2), r.randint(1, 2), r.choice((1, 1, 2, 4)), queries, keys,
-        r.choice((16, 20, 32)) if small else r.choice((16, 40, 64, 64, 80, 128, 128, 256)),
-        r.choice(POWERS), view, kind != "activation" and r.random() < 0.2,
+        kernels.choice((16, 20, 32) if small else (16, 40, 64, 64, 80, 128, 128, 256)),
+        kernels.choice(POWERS), view, kind != "activation" and kernels.random() < 0.2,
         r.random() < 0.3, *(r.randint(-60, 60) if far else 0 for _ in range(2)), r.randint(-20, 20) if far else 0,
     )  # fmt: skip
 
@@ -285,7 +291,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the counts")
     arguments = parser.parse_args()
     run_cases = functools.partial(fuzz, small=not CUDA, report=print_now)
-    result = in_processes(run_cases, arguments.first, arguments.cases, arguments.seconds, arguments.jobs)
+    size = SAME_KERNELS if CUDA else None
+    result = in_processes(run_cases, arguments.first, arguments.cases, arguments.seconds, arguments.jobs, size)
     print(f"{result['cases']} cases, {len(result['failures'])} failures")
     if arguments.out:
         from lssar.records import environment, write_json

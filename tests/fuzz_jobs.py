@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 CHUNKS = 8
-"""Pieces for each process, since some cases take much longer than others."""
+"""Pieces of each process by default, since some cases take much longer than others."""
 
 
 def _piece(fuzz: Callable[..., dict[str, Any]], first: int, cases: int, ends: float) -> dict[str, Any]:
@@ -19,12 +19,16 @@ def _piece(fuzz: Callable[..., dict[str, Any]], first: int, cases: int, ends: fl
 
 
 def in_processes(
-    fuzz: Callable[[int, int, float], dict[str, Any]], first: int, cases: int, seconds: float, jobs: int
-) -> dict[str, Any]:
-    """Run `fuzz(first, cases, seconds)` in `jobs` processes: its counts added, its failures in order."""
+    fuzz: Callable[[int, int, float], dict[str, Any]], first: int, cases: int, seconds: float, jobs: int,
+    size: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Run `fuzz(first, cases, seconds)` in `jobs` processes: its counts added, its failures in order.
+
+    size: cases of one piece.
+    """
     if jobs == 1:
         return fuzz(first, cases, seconds)
-    size = max(1, -(-cases // (CHUNKS * jobs)))
+    size = size or max(1, -(-cases // (CHUNKS * jobs)))
     starts = range(first, first + cases, size)
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:

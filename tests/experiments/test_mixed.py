@@ -8,7 +8,7 @@ import torch
 
 from lssar.data.folder import write_stdlib
 from lssar.evaluation.long import far_multiples, joined_pieces
-from lssar.experiments import EXPERIMENTS, SCALES, arms_of, report
+from lssar.experiments import EXPERIMENTS, SCALES, arms_of, mixed_claims, report
 from lssar.experiments.evaluations import HeldOut, Length, Retrieval
 from lssar.experiments.mixed_claims import MIXED_CLAIMS, Mixed
 from lssar.experiments.rules import Tables
@@ -22,8 +22,9 @@ MIXED = EXPERIMENTS["mixed"]
 def test_rows_that_decide_come_first_with_all_their_seeds(name):
     scale = SCALES[name]
     arms = arms_of([MIXED], scale)
-    deciding = [row for row in MIXED.rows if row.seeds == 3 and row.budget == 1]
-    first = [scale.arm(row, seed) for seed in range(scale.most_seeds) for row in deciding]
+    deciding = [row for row in MIXED.rows if row.rank == 0]
+    assert {row.label for row in deciding} == {mixed_claims.UNIFORM, mixed_claims.FIXED, *mixed_claims.MIXED}
+    first = [scale.arm(row, seed) for seed in range(scale.most_seeds) for row in deciding if seed < row.seeds]
     assert arms[: len(first)] == first
     assert len({arm.key for arm in arms}) == len(arms)
     assert all(arm.recipe.length * scale.farthest < 300_000 for arm in arms)

@@ -51,13 +51,13 @@ EXPERIMENT = Experiment(
     rows=(
         # What decides: three seeds.
         _row("uniform softmax", "softmax", "uniform", seeds=3),
-        _row("mixed, LSSA + LSSAR annealed", "lssa+lssar", p_schedule=ANNEALED, seeds=3),
         _row("mixed, LSSAR annealed", "lssar", p_schedule=ANNEALED, seeds=3),
+        _row("mixed, LSSA + LSSAR annealed", "lssa+lssar", p_schedule=ANNEALED, seeds=3),
         _row("mixed, cosine softmax", "cosine_softmax", seeds=3),
         _row("mixed, SSMax", "ssmax", seeds=3),
         _row("mixed, cosine softmax, twice the tokens", "cosine_softmax", budget=2, seeds=3, rank=1),
         # Other mechanisms in the global layers, and a power that is high from the start.
-        _row("mixed, LSSAR, p = 15 fixed", "lssar", rank=1),
+        _row("mixed, LSSAR, p = 15 fixed", "lssar", rank=0),
         _row("mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31", rank=2),
         _row("mixed, softmax", "softmax"),
         _row("mixed, LSSA", "lssa"),
