@@ -10,7 +10,7 @@ number of the dtype, and now and then NaN or inf. Every implementation that runs
 - agree with float64 as closely as its dtype allows, where sizes are moderate,
 - keep NaN and inf within the rows that see them.
 
-Case i of a seed is the same whatever the number of cases; `--only I` runs one of them.
+Case i of a seed does not depend on the number of cases; `--only I` runs one of them.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def lssar(*words, module="lssar_cli", **options):
 
 @pytest.mark.parametrize("words", [["--help"], ["eval", "--help"], ["data", "--help"], ["--version"], ["fly"]], ids=str)
 def test_help_imports_neither_torch_nor_tyro(words):
-    """That is what makes it instant."""
+    """Importing torch takes seconds."""
     code = f"import sys, lssar_cli\ntry: lssar_cli.main({words})\nexcept SystemExit: pass\nprint(*sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert not {"torch", "tyro", "numpy", "lssar"} & set(said.splitlines()[-1].split())

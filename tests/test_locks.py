@@ -1,4 +1,4 @@
-"""One process at a time in a folder, whatever becomes of the first one."""
+"""One process at a time in a folder, also if the first one crashes."""
 
 import errno
 import json

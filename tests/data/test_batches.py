@@ -76,7 +76,7 @@ def test_state(shards, steps):
     again.load_state_dict(state)
     assert again.epoch == steps // 5
     assert [batch.inputs.tolist() for batch in take(again, 8)] == expected
-    # The order is that of windows, so other ranks or batches go on from the same place.
+    # The order is that of windows, so other ranks or batches resume at the same place.
     wider = TokenBatches(shards, batch=4, length=10, seed=1)
     wider.load_state_dict(state)
     assert next(wider).inputs.tolist() == expected[0] + expected[1]

@@ -1,4 +1,4 @@
-"""Preparing by several processes, stopped and killed at any point, and gone on with."""
+"""Preparing by several processes, stopped and killed at any point, and resumed."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_killed_while_a_tail_is_held_out(tmp_path, monkeypatch, texts):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("moment", ["append", "flush", "finish", "finished", "saved"])
 def test_killed_at_the_worst_moment(tmp_path, monkeypatch, moment):
-    """kill -9 within a process that shares nothing but the disk with the one that goes on."""
+    """kill -9 within a process that shares nothing but the disk with the one that resumes."""
     monkeypatch.setattr(prepare_module, "_SAFE_POINT_SECONDS", 0.0)
     source = write_jsonl(tmp_path / "a.jsonl", ["x" * (7 * number % 23) for number in range(30)])
     straight = files(made(source, tmp_path / "straight", val_share=0.2))
@@ -154,7 +154,7 @@ def test_a_stopped_command_leaves_no_workers_and_goes_on(tmp_path, how, findable
     assert (tmp_path / "out" / ".x_progress.json").exists()
     again = []
     out = made(source, tmp_path / "out", report=lambda status: again.append(status.total_tokens))
-    assert again[0] > 100  # it did go on, not begin again
+    assert again[0] > 100  # it resumed, and did not start over
     assert files(out) == files(made(source, tmp_path / "straight"))
 
 
@@ -188,7 +188,7 @@ def test_a_full_disk(tmp_path):
         finished = sorted((mount / "out").glob("*.bin"))
         assert finished and all(len(open_shard(path)) == 30_000 for path in finished)
         subprocess.run(["mount", "-o", "remount,size=8m", str(mount)], check=True)
-        made(source, mount / "out", shard_tokens=30_000)  # space was made: it goes on
+        made(source, mount / "out", shard_tokens=30_000)  # space was made: it resumes
         assert files(mount / "out") == files(made(source, tmp_path / "straight", shard_tokens=30_000))
     finally:
         subprocess.run(["umount", "--lazy", str(mount)], check=True)

@@ -1,4 +1,4 @@
-"""The built-in harness: likelihoods are the model's, files are read or refused, chance is said."""
+"""The built-in harness: likelihoods are the model's, files are read or refused, chance is reported."""
 
 import json
 import lzma
@@ -153,7 +153,7 @@ def test_chance():
 
 
 def test_metrics_by_hand():
-    """With likelihoods that are known: the first choice is likelier, the second is likelier by the character."""
+    """With likelihoods that are known: the first choice is more likely, the second more likely per character."""
     model = small_model()
     documents = [{"goal": "g", "sol1": "ab", "sol2": "abcdefgh", "label": 1}] * 3
     question = BENCHMARKS["piqa"].question(documents[0])

@@ -1,4 +1,4 @@
-"""The scores are the model's: against a model that reads everything anew, and against ones whose answers are known."""
+"""The scores are the model's: against a model without a cache, and against models whose answers are known."""
 
 import json
 import re
@@ -26,13 +26,13 @@ def model_of(attention: str = "lssar") -> GPT:
     torch.manual_seed(0)
     config = ModelConfig(layers=2, width=32, heads=2, vocab_size=257, train_length=128, attention=spec(attention))
     model = GPT(config).eval()
-    with torch.no_grad():  # an untrained model is near enough to uniform for ties; this one has opinions
+    with torch.no_grad():  # an untrained model is nearly uniform, which gives ties; larger weights avoid them
         model.embed.weight *= 10
     return model
 
 
 def test_wilson():
-    """Figures of the R package `binom`, method "wilson"."""
+    """Values of the R package `binom`, method "wilson"."""
     found = wilson(8, 10)
     assert (found["low"], found["high"]) == pytest.approx((0.4901625, 0.9433178), abs=1e-4)
     assert wilson(0, 16)["low"] == 0.0
@@ -95,7 +95,7 @@ def test_the_cache_gives_what_reading_anew_gives(maker, task, ntk):
 
 @torch.no_grad()
 def direct(model, context, prompt, answer) -> tuple[float, bool]:
-    """Log-likelihood of the answer, and whether it is the likeliest at each token: one forward over everything."""
+    """Log-likelihood of the answer, and whether it is the most likely one at each token, in one forward."""
     ids = torch.from_numpy(np.concatenate([context, prompt, answer]))[None]
     logits = model(ids[:, :-1])[0, -len(answer) :].log_softmax(-1)
     right = torch.from_numpy(np.asarray(answer))
@@ -154,7 +154,7 @@ def test_a_window_hides_what_is_behind_it(maker, attention):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    """A run trained for nothing, read at 1x and 2x; then the same command goes on, adds an arm, and refuses."""
+    """An untrained run, evaluated at 1x and 2x; then the same command resumes, adds an arm, and refuses bad flags."""
     monkeypatch.chdir(tmp_path)
     main(["train", "retrieval-tiny", "--steps", "1", "--length", "256", "--micro-batch", "8", "--out", "run"])
     arguments = ["eval", "retrieval", "run", "--multiples", "1", "2", "--samples", "2", "--device", "cpu", "--out", "r"]

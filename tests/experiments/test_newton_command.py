@@ -11,7 +11,7 @@ from lssar.experiments.newton.report import TABLES, filled, source
 
 
 def test_newton_in_short(tmp_path, capsys):
-    """The smoke run in a shorter form: two minutes of training there, seconds here, so the masses are only begun."""
+    """The smoke run in a shorter form: seconds of training in place of minutes, so exponents have not converged."""
     pytest.importorskip("pyoperon")
     out = tmp_path / "ci"
     main(["newton", "--scale", "ci", "--out", str(out), "--workers", "1", "--no-laws"])

@@ -90,7 +90,7 @@ def test_compiled_is_the_same_and_is_compiled_once(backend, dtype, monkeypatch):
 
 
 def test_a_process_may_compile_every_mechanism_in_every_shape(monkeypatch):
-    """Beyond its limit of recompilations dynamo goes on uncompiled and says nothing."""
+    """Beyond its limit of recompilations dynamo runs uncompiled code without a warning."""
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(steps, "BACKEND", "eager")

@@ -168,7 +168,7 @@ def test_a_training_that_diverges_is_a_result(small, monkeypatch, capsys):
 
 
 def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
-    """Else every arm that is left would be begun and fail."""
+    """Otherwise every remaining arm would be started and fail."""
 
     def breaks(self, model, held_out):
         raise RuntimeError("device(s) busy or unavailable")

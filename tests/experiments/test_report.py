@@ -21,7 +21,7 @@ H200 = SCALES["h200"]
 
 
 def fabricated(scale, loss_of, rate_of) -> None:
-    """Result files as the queue writes them, with figures of our own making: loss_of(arm, evaluation, multiple)."""
+    """Result files as the queue writes them, with made-up results: loss_of(arm, evaluation, multiple)."""
     norms = dict.fromkeys(("train_loss", "grad_norm_median", "grad_norm_99", "grad_norm_max"), 1.25) | {"not_finite": 0}
     for arm in arms_of(EXPERIMENTS.values(), scale, EXPERIMENTS.values()):
         evaluations = {}

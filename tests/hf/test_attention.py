@@ -66,7 +66,7 @@ def test_packed_equals_separate(family, codes):
     assert batch["cu_seq_lens_q"].tolist() == [0, 5, 14, 15, 23]
     del batch["labels"]
     close(model(**batch, use_cache=False).logits, apart)
-    if family == "llama":  # transformers would let documents see each other here, without a word
+    if family == "llama":  # transformers would silently let documents see each other here
         for ignored in (dict(use_cache=True), dict(use_cache=False, attention_mask=torch.ones_like(ids))):
             with pytest.raises(ValueError, match="position_ids restart"):
                 model(ids, position_ids=positions, **ignored)
@@ -170,7 +170,7 @@ def test_codes_say_what_the_mask_says(case, chunk, codes, monkeypatch):
     k, v = (torch.randn(2, 2, ask["kv_length"], 8, dtype=torch.float64) for _ in range(2))
     expected = lssar.attention(q, k, v, "lssar", causal=False, mask=dense, impl="reference")
     o, _ = masked_attention(q, k, v, lssar.spec("lssar"), mask=code, causal=case != "both ways")
-    close(o.transpose(1, 2)[real], expected.transpose(1, 2)[real])  # rows of padding are nobody's
+    close(o.transpose(1, 2)[real], expected.transpose(1, 2)[real])  # no result depends on rows of padding
 
 
 def test_codes_have_the_kinds_that_the_fused_kernels_take(monkeypatch):
@@ -246,7 +246,7 @@ def compiled_equals_eager(family, how, backend="aot_eager"):
         logits.logsumexp(-1).sum().backward()
         results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
         model.zero_grad()
-    for a, b in zip(*results):  # norms and rotary angles are float32 whatever the weights are, and inductor rounds anew
+    for a, b in zip(*results):  # norms and rotary angles are float32 for any weights, and inductor rounds differently
         assert (a - b).norm() <= (1e-4 if backend == "inductor" else 1e-9) * a.norm()
 
 
@@ -347,7 +347,7 @@ def test_what_is_not_supported_is_refused(monkeypatch):
 
 
 def test_generic_names_are_registered_with_a_prefix():
-    """transformers has one namespace for everybody, and a spec with weights of its own fits nobody else's model."""
+    """transformers has one namespace for all; a spec with learned weights does not fit other models."""
     names = hf.mechanisms()
     assert {"lssar", "lssa", "lssar_cosine_softmax", "lssar_softmax", "lssar_sigmoid"} <= set(names)
     assert not {"softmax", "sigmoid", "exp", "raw", "lssar_ssmax"} & set(names)

@@ -121,7 +121,7 @@ def test_reweighted(name, p):
 
 @pytest.mark.parametrize("name", ["raw_l1", "l1_relu2", "l1_mish", "l1_gelu", "softmax", "softmax^3"])
 def test_one_key_alone(name):
-    """Its weight is one whatever the score: the output is its value to the bit, and no gradient reaches q and k."""
+    """Its weight is one for any score: the output is its value to the bit, and no gradient reaches q and k."""
     dtype = torch.bfloat16 if CUDA else torch.float16  # the interpreter cuts bfloat16 off instead of rounding
     q, k, v = (x.to(DEVICE) for x in qkv(Lq=1, Lk=1, Hq=2, Hkv=2, D=128, dtype=dtype, grad=False))
     q = torch.where((q * k).sum(-1, keepdim=True) < 0, -q, q)  # a positive score: ReLU gives nothing for others

@@ -35,7 +35,7 @@ def compiled(monkeypatch):
     # Scalar code on a CPU: what Inductor makes for AVX2 (PyTorch 2.13) gives wrong sums, and this tests our graph only.
     scalar = torch._inductor.config.patch({"cpp.simdlen": 1})
     with scalar, warnings.catch_warnings():
-        warnings.simplefilter("error")  # a failure of the compiler would go on without it, with a warning
+        warnings.simplefilter("error")  # if the compiler fails, calls continue without it, with a warning
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message="TensorFloat32")  # the compiler's advice, once a process
         yield

@@ -1,4 +1,4 @@
-"""The compiled strips: as exact as eager float32, on every instruction set, whatever is in memory before."""
+"""The compiled strips: as exact as eager float32, on every instruction set, and with poisoned memory."""
 
 import ctypes
 import os
@@ -51,7 +51,7 @@ each_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 @pytest.fixture
 def strips(monkeypatch):
-    """Call to go on with the PyTorch strips."""
+    """Call to continue with the PyTorch strips."""
     return lambda: monkeypatch.setattr(native, "_library", None)
 
 

@@ -32,7 +32,7 @@ def dot(x, y):
 
 
 def plain_row(q, keys, spec):
-    """Weights of one row over the keys it sees, as paper.md has them (Eq. 3, 4, 5; textbook re-weighting)."""
+    """Weights of one row over the keys it sees (Eq. 3, 4, 5 of the paper; textbook re-weighting)."""
     n, d = len(keys), len(q)
     s = [dot(q, k) for k in keys]
     if spec.cosine:

@@ -146,7 +146,7 @@ def test_strided_inputs(name, dtype, masked, many, monkeypatch):
     """(B, L, H, D) transposed, as a model's projections give it: values, and what reaches each input's gradient."""
     cut(monkeypatch, many)
     inputs = tuple(torch.randn(3, 7, heads, 6, dtype=torch.float64) for heads in (4, 2, 2))
-    mask = torch.rand(7, 7) > 0.3 if masked else None  # with a mask the compiled kernel stands back
+    mask = torch.rand(7, 7) > 0.3 if masked else None  # with a mask the native kernel is not used
     do = torch.randn(3, 4, 7, 6, dtype=torch.float64)
 
     def run(impl):

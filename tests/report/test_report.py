@@ -38,7 +38,7 @@ def test_page_has_every_chart_and_needs_no_network(runs):
     titles = re.findall(r"<figcaption>(.*?)</figcaption>", page)
     assert len(charts) == len(titles)
     for wanted in (
-        "Loss while training", "Loss by length", "Loss by position", "copy: answers decoded right", "copy · lssar",
+        "Loss while training", "Loss by length", "Loss by position", "copy: answers decoded correctly", "copy · lssar",
         "copy · softmax", "Entropy, nats · lssar", "Share of keys above the mean · softmax",
         "Weight of the first token (sink) · lssar", "Effective keys, exp(entropy) · softmax",
     ):  # fmt: skip

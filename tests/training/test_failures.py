@@ -61,7 +61,7 @@ def byte_data(tmp_path) -> Path:
 
 
 def test_the_vocabulary_is_the_datas(byte_data, tmp_path):
-    """Byte data trains 257 logits, whatever the recipe says."""
+    """Byte data trains 257 logits, also if the recipe has another vocabulary size."""
     train(tiny(byte_data, vocab_size=50257, steps=2), tmp_path / "run")
     opened = Run.open(tmp_path / "run", "cpu")
     assert opened.recipe.vocab_size == opened.model().config.vocab_size == opened.tokenizer.vocab_size == 257

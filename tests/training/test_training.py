@@ -100,7 +100,7 @@ def test_two_processes_equal_one(shards, tmp_path, parallel):
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), atol=1e-5)
-    two = Run.open(tmp_path / "two", "cpu")  # the checkpoint is whole, whatever it was sharded over
+    two = Run.open(tmp_path / "two", "cpu")  # the checkpoint is complete, however many processes shared it
     assert two.step == 6
     one = Run.open(tmp_path / "one", "cpu").model().state_dict()
     for key, value in two.model().state_dict().items():

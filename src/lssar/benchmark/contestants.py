@@ -204,7 +204,7 @@ def _flex(mechanism: AttentionSpec, case: Case) -> Attention:
 
 
 def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case: Case) -> Attention:
-    """FlexAttention, as far as it goes.
+    """Softmax, LSSA or LSSAR by FlexAttention.
 
     Its softmax makes exp(score): a score of log(a) gives weights a / sum a for any activation a. Re-weighting needs the
     row's mean first, so LSSAR takes two calls: the first one's log-sum-exp is log sum a.
@@ -232,7 +232,7 @@ def with_flex_attention(flex: Callable[..., Any], mechanism: AttentionSpec, case
     power = mechanism.p
 
     def prepared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Unit q and k; in float16 for bfloat16, whose digits cost it the comparison (ours does so too)."""
+        """Unit q and k; in float16 for bfloat16, which has too few digits to pass the check (as in our kernels)."""
         parts = unit(q.float()), unit(k.float()), v
         return tuple(x.to(torch.float16 if case.dtype == "bfloat16" else case.torch_dtype) for x in parts)
 

@@ -214,7 +214,7 @@ def _as_pack(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Te
 
 
 def _refuse_ignored_pack(position_ids: Tensor | None) -> None:
-    """Packed documents that transformers did not take for such: it would let them see each other, without a word."""
+    """ValueError for packed documents that transformers did not recognise: it would let them see each other."""
     if position_ids is None or position_ids.dim() != 2 or torch.compiler.is_compiling():
         return
     if bool((position_ids[:, 1:] == 0).any()):

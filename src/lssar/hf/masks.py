@@ -1,9 +1,9 @@
-"""What transformers says about masks, in as few numbers as it takes.
+"""Masks of transformers as a few integers, where possible.
 
-transformers asks for a mask once a forward pass and hands what it gets to every layer. A bool mask (B, 1, Lq, Lk) would
-cost memory of Lq x Lk and keep the fused kernels away, so that where the rows see a range of keys each (padding, packs,
-windows, half-filled caches: nearly always) a few integers go instead. They travel as a tensor of four dimensions, which
-transformers passes on untouched. B may be 1 for all.
+transformers makes one mask for each forward pass and hands it to every layer. A bool mask (B, 1, Lq, Lk) would take
+memory of Lq x Lk and rule out the fused kernels. Where each row sees one range of keys (padding, packs, windows,
+partly filled caches: nearly always) our mask function returns integers instead, as a tensor of four dimensions, which
+transformers passes on unchanged. B may be 1 for all.
 
     None                      what SDPA takes it for: causal if the layer is, and a single query sees all keys
     (B, 1, 1, 1)   int32      number of keys; the queries are the last ones of all keys there is room for, and causal

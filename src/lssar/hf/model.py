@@ -122,10 +122,10 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class _TransformersCache(LayerCache):
-    """One layer's part of a transformers cache, which keeps two tensors a layer: ours go in joined, two and two."""
+    """One layer of a transformers cache, which keeps two tensors a layer: ours are stored in two halves."""
 
     def __init__(self, cache: Cache, layer: int) -> None:
-        super().__init__(room=0)  # the other cache has its own ideas of room
+        super().__init__(room=0)  # the transformers cache decides how much fits
         self.cache, self.layer = cache, layer
 
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:

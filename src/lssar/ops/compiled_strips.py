@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 
 class CompilerFailed(Exception):
-    """The call has to be made again without it."""
+    """The compiler failed; the call has to be repeated without it."""
 
 
 def worthwhile(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:

@@ -175,7 +175,7 @@ def retrieval_charts(arms: Sequence[dict[str, Any]], labels: dict[str, str], sha
     multiples = sorted({row["length"] / arm["train_length"] for arm in arms for row in arm["rows"]})
     charts = []
     for task in tasks:
-        figure = _figure("length / training length", "answers decoded right")
+        figure = _figure("length / training length", "answers decoded correctly")
         for arm in arms:
             rows = sorted((row for row in arm["rows"] if row["task"] == task), key=lambda row: row["length"])
             if not rows:
@@ -191,7 +191,7 @@ def retrieval_charts(arms: Sequence[dict[str, Any]], labels: dict[str, str], sha
             )  # fmt: skip
         figure.update_xaxes(type="log", tickvals=multiples, ticktext=[f"{m:g}x" for m in multiples])
         figure.update_yaxes(range=[-0.04, 1.04], tickformat=".0%")
-        charts.append(Chart(f"{task}: answers decoded right", figure, "Bands: 95% Wilson intervals.", height=330))
+        charts.append(Chart(f"{task}: answers decoded correctly", figure, "Bands: 95% Wilson intervals.", height=330))
     for task in tasks:
         maps = [_retrieval_map(arm, task, multiples, curve_label(arm, labels)) for arm in arms]
         charts += _in_one_row([chart for chart in maps if chart is not None])

@@ -31,9 +31,9 @@ def orbit_model_config(size: str, attention: AttentionSpec, world: OrbitWorld, t
 
 
 class OrbitModel(nn.Module):
-    """Reads the interval and then what `orbits.shown` gives; at each token it can say what comes next, and a force.
+    """Takes the time step and the tokens of `orbits.shown`; predicts the next token, and a force, at each of them.
 
-    The first and last layers work in float32 even under autocast: positions matter to more than bfloat16's digits.
+    The first and last layers work in float32 even under autocast: bfloat16 has too few digits for positions.
     """
 
     def __init__(self, config: ModelConfig, world: OrbitWorld):
