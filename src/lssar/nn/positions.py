@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.context import Context
+from lssar.ops.numerics import working_dtype
 
 
 def ntk_base(base: float, factor: float, head_size: int) -> float:
@@ -42,9 +43,9 @@ _cos_sin_once.register_fake(_cos_sin)
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate the two halves of the last dimension against each other, in float32, back in the dtype of x."""
+    """Rotate the two halves of the last dimension against each other, in float32 or float64, back in the dtype of x."""
     cos, sin = angles
-    first, second = x.float().chunk(2, -1)
+    first, second = x.to(working_dtype(x.dtype)).chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
