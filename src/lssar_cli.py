@@ -38,11 +38,11 @@ class Group:
 
 COMMANDS: dict[str, dict[str, Command | Group]] = {
     "Start here": {
-        "demo": Command("lssar.commands.demo:Demo", "A minute: who finds a key far beyond the training length?"),
+        "demo": Command("lssar.commands.demo:Demo", "Two released models look for a key far back in a long text"),
         "demo-train": Command(
             "lssar.commands.demo_train:DemoTrain", "Train small models, evaluate them at 16 times the length", True
         ),
-        "rows": Command("lssar.commands.rows:RowsDemo", "How single attention rows change as the context grows"),
+        "rows": Command("lssar.commands.rows:RowsDemo", "How attention rows change as the number of keys grows"),
         "doctor": Command("lssar.commands.doctor:Doctor", "Versions, devices, kernels and extras of this installation"),
         "specs": Command("lssar.commands.specs:Specs", "List the attention mechanisms"),
     },
@@ -135,6 +135,9 @@ def parse(command: Command, words: list[str], arguments: list[str]) -> Any:
     kind = load(command)
     if hasattr(kind, "parse"):
         return kind.parse(arguments)
+    from lssar.commands.common import explain_flags
+
+    explain_flags(kind)
     # Comments of the source are for its readers, not for --help.
     return tyro.cli(kind, prog=" ".join(words), args=arguments, config=(tyro.conf.HelptextFromCommentsOff,))
 

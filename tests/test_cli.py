@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lssar.commands.common import Progress, duration
-from lssar.commands.train import Train, field_docs, sections
+from lssar.commands.common import Progress, duration, field_docs
+from lssar.commands.train import Train, sections
 from lssar.training.recipes import Recipe
 from lssar_cli import COMMANDS, Command, load, main
 

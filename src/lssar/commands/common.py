@@ -1,15 +1,20 @@
-"""What the commands share: errors, the console, progress, output as tables or JSON, and names of runs."""
+"""What the commands share: errors, help, the console, progress, output as tables or JSON, and names of runs."""
 
 from __future__ import annotations
 
+import ast
 import csv
+import inspect
+import itertools
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_type_hints
 
+import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
@@ -26,6 +31,25 @@ class UsageError(ValueError):
     """A command line that is wrong in itself, independent of any files."""
 
     exit_code = 2
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The text under each field of a dataclass, from its source, without line breaks."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, after in itertools.pairwise(body.body):
+        match statement, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+    return docs
+
+
+def explain_flags(kind: type) -> None:
+    """Make the texts under the fields of a dataclass the help of its flags; tyro alone would keep their line breaks."""
+    hints = get_type_hints(kind, include_extras=True)
+    for name, text in field_docs(kind).items():
+        kind.__annotations__[name] = Annotated[hints[name], tyro.conf.arg(help=text)]
 
 
 def check_given(paths: Sequence[Any], what: str) -> None:

@@ -22,7 +22,7 @@ PAGE_TOKENS = 2048
 
 @dataclass
 class Demo:
-    """Hide a key in Python's own source, far beyond the training length, and ask a softmax model and a long reader.
+    """Hide a key in a text far longer than the training length, and ask a softmax model and a long reader for it.
 
     Both models have 0.8M parameters and were trained on the same bytes at length 128. Nothing is trained or downloaded.
     """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import os
 import re
 import sys
@@ -16,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from lssar.commands.common import TrainingProgress, UsageError, say
+from lssar.commands.common import TrainingProgress, UsageError, field_docs, say
 from lssar.data.folder import DataFolder, find_data
 from lssar.records import warn
 from lssar.runs import run_label
@@ -142,19 +140,3 @@ def flags_for(recipe: Recipe, out: Path | None) -> Any:
         kind = dataclasses.make_dataclass(f"{section.title()}Flags", fields, frozen=True)
         made.append((section, kind, dataclasses.field(default=kind())))
     return dataclasses.make_dataclass("TrainFlags", made)
-
-
-def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, from its source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for statement, after in zip(body.body, body.body[1:]):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            assert isinstance(statement.target, ast.Name)
-            docs[statement.target.id] = inspect.cleandoc(str(after.value.value))
-    return docs
