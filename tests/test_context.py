@@ -21,7 +21,8 @@ def layers(text: str, **others) -> dict:
 CASES = {  # config, processes, processes of a context, further arguments
     "heads divided between mechanisms, window, pack": (layers("softmax@8 lssa+lssar/none"), 2, 2, {"pack": PACK}),
     "a learned number that some processes do not use": (layers("ssmax+lssar softmax@1"), 4, 4, {"parallel": "fsdp"}),
-    "fewer key heads than processes, pack": (layers("lssar", key_heads=1), 2, 2, {"pack": PACK}),
+    "fewer heads than processes, pack": ({"heads": 1}, 2, 2, {"pack": PACK}),
+    "fewer key heads than processes": (layers("lssa:1+lssar,head_scale=1:1+cosine_softmax:2", key_heads=2), 4, 4, {}),
     "window over three neighbours, alibi, fsdp": (
         layers("softmax@20/alibi lssar@7", key_heads=1), 4, 4, {"parallel": "fsdp"},
     ),
@@ -34,17 +35,18 @@ MORE = {
     "softmax, alibi": ({"attention": "softmax", "position": "alibi"}, 4, 2, {}),
     "re-centred softmax": ({"attention": "softmax_recentred"}, 2, 2, {"pack": PACK}),
     "three processes": ({"key_heads": 1}, 3, 3, {"pack": PACK}),
+    "fewer heads than processes": ({"heads": 2, "attention": "ssmax"}, 4, 4, {"parallel": "fsdp"}),
+    "one key head, pack": ({"key_heads": 1}, 4, 4, {"pack": PACK}),
     "grouped queries": ({"key_heads": 2}, 4, 2, {"parallel": "fsdp"}),
     "grouped queries of several mechanisms": (
         layers("lssa:1+lssar,head_scale=1:1+cosine_softmax:2", key_heads=2), 2, 2, {},
     ),
-    "and more processes": (layers("lssa:1+lssar,head_scale=1:1+cosine_softmax:2", key_heads=2), 4, 4, {}),
     "heads divided, four processes": (layers("softmax@8 lssa+lssar/none"), 4, 4, {"pack": PACK}),
     "window and pack": (layers("softmax@20/alibi lssar@7", key_heads=1), 4, 4, {"pack": PACK}),
     "tensor products": ({"projection": "tpa"}, 2, 2, {}),
     "layers computed again": (layers("softmax@8 lssa+lssar/none", checkpoint_layers=True), 4, 2, {"parallel": "fsdp"}),
     "compiled": (layers("softmax@8 lssa+lssar/none"), 2, 2, {"compile": True}),
-    "compiled, gathered, pack": (layers("softmax@8 lssar", key_heads=1), 2, 2, {"compile": True, "pack": PACK}),
+    "compiled, gathered, pack": (layers("softmax@8 lssar", heads=1), 2, 2, {"compile": True, "pack": PACK}),
     "ddp": (layers("ssmax lssar"), 4, 1, {}),
     "fsdp": (layers("ssmax lssar"), 4, 1, {"parallel": "fsdp"}),
 }  # fmt: skip
@@ -74,9 +76,9 @@ def test_gradients_are_those_of_one_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(4))
 def test_gradients_are_those_of_one_process_in_more_cases(tmp_path, part):
-    check_gradients(tmp_path, dict(itertools.islice(MORE.items(), part * 5, part * 5 + 5)))
+    check_gradients(tmp_path, dict(itertools.islice(MORE.items(), part * 4, part * 4 + 4)))
 
 
 def test_the_cheapest_exchange_is_chosen():
@@ -87,7 +89,10 @@ def test_the_cheapest_exchange_is_chosen():
     assert heads.kind == "heads"
     sent = rows * 64 * (8 + 2 * 4) * others // 4  # of q, k, v, all but the part that stays
     assert heads.received == sent + rows * 64 * 8 * others // 4  # and of the output
-    keys = exchange_of(key_heads=2, window=None, **shape)
+    copies = exchange_of(key_heads=2, window=None, **shape)  # each process gets one of two key heads
+    assert copies.kind == "heads"
+    assert copies.received == 2 * rows * 64 * 8 * others // 4 + others * rows * 2 * 64
+    keys = exchange_of(4, 1024, 2, 2, 64, None)
     assert (keys.kind, keys.received) == ("keys", others * rows * 2 * 2 * 64)
     near = exchange_of(key_heads=4, window=128, **shape)
     assert (near.kind, near.received) == ("window", 127 * 2 * 4 * 64)

@@ -5,7 +5,7 @@ layers communicate, in one of three ways (`exchange_of` chooses, and says how mu
 
     heads    all-to-all: a process gets all rows of its share of the heads, attends, and returns the rows (Ulysses)
     window   a process gets from those to its left the keys and values that its first rows see
-    keys     a process gets all keys and values, where there are fewer key heads than processes
+    keys     a process gets all keys and values, where there are fewer heads than processes
 
 Every row sees the keys that it would see in one process, so n_i, positions and packed documents are those of the whole
 sequence. Shape letters: B batch, L whole sequence, l = L / N, H query heads, h key heads, D head size.
@@ -40,13 +40,16 @@ class Exchange:
 def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: int, window: int | None) -> Exchange:
     """The exchange of a layer over `size` processes, for whole sequences of `length` tokens.
 
-    A layer with a window takes whichever of `window` and `heads` sends less. ValueError if the heads of a layer without
-    a window do not divide.
+    A layer with a window takes whichever of `window` and `heads` sends less. ValueError if a layer without a window has
+    at least as many key heads as processes, and they do not divide.
+
+    `keys` would send less than `heads` where many query heads share a key head, but later rows see more keys: the last
+    process would compute up to twice the mean. With `heads` all compute the same.
     """
     check_length(length, size)
     rows = length // size
-    by_heads = (size - 1) * rows * 2 * (heads + key_heads) * head_size // size
-    divides = key_heads % size == 0
+    by_heads = (size - 1) * rows * 2 * (heads + max(key_heads, size)) * head_size // size
+    divides = key_heads % size == 0 or (size % key_heads == 0 and heads % size == 0)  # or each is sent to several
     if window is not None:
         by_window = min(window - 1, length - rows) * 2 * key_heads * head_size
         if not divides or by_window <= by_heads:
@@ -58,7 +61,7 @@ def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: i
     possible = [n for n in range(2, key_heads + 1) if key_heads % n == 0]
     raise ValueError(
         f"{key_heads} key heads do not divide over {size} processes of a context; choose context_parallel from "
-        f"{', '.join(map(str, possible))}, or more than {key_heads} processes, which gather keys and values"
+        f"{', '.join(map(str, possible))}, or more than {key_heads}"
     )
 
 
@@ -99,6 +102,8 @@ class Context:
         self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, groups: Sequence[HeadGroup], **view: Any
     ) -> Tensor:
         N, rows = self.size, q.shape[2]
+        if k.shape[1] < N:  # query heads of several processes share a key head: each gets a copy
+            k, v = (x.unsqueeze(2).expand(-1, -1, N // x.shape[1], -1, -1).flatten(1, 2) for x in (k, v))
         shares = share_heads(groups, q.shape[1], k.shape[1], N)
         sizes = [q.shape[1] // N, k.shape[1] // N, v.shape[1] // N]
         q = _arrange(q, [share.heads for share in shares])
