@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 from lssar.data.prepare import Settings, prepare
 from lssar.data.tokenizers import load_tokenizer
 from lssar.records import write_sealed_json
-from lssar.training import train
+from lssar.training import checkpoints, train
 from lssar.training.metrics import read_metrics
-from tests.attack.children import run_and_read
+from tests.attack.children import fork_ranks, kill, run_and_read, wait
 from tests.training.counting import tiny
 
 STEPS, STOP_AT = 12, 8
@@ -61,21 +62,29 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-def make(folder: Path) -> Path:
-    """A folder with data and a run that was stopped between two checkpoints and its end."""
+def make(folder: Path, processes: int = 1) -> Path:
+    """A folder with data and a run that was stopped between two checkpoints and its end.
+
+    Trained on several processes, its checkpoints are sharded; the commands under attack run on one.
+    """
     sources = folder / "sources"
     sources.mkdir(parents=True)
     for i in range(40):
         (sources / f"{i:02d}.txt").write_text(f"document {i}: " + "abc " * (20 + i))
     settings = Settings(name="x", sources=[str(sources)], val_share=0.1)
     prepare(settings, load_tokenizer("bytes"), folder / "data")
-    recipe = tiny(folder / "data", steps=STEPS)
+    recipe = tiny(folder / "data", steps=STEPS, parallel="fsdp", micro_batch=2)
 
     def stop(row: dict[str, Any]) -> None:
         if row["step"] == STOP_AT + 2:
+            while not checkpoints.folder(folder / "run", STOP_AT).exists():  # it is written in the background
+                time.sleep(0.01)
             os._exit(0)
 
-    run_and_read(lambda: train(recipe, folder / "run", report=stop) and None)
+    pids = fork_ranks(lambda: train(recipe, folder / "run", report=stop) and None, folder / "log", processes)
+    if wait(pids, 60) is None:
+        kill(pids)
+        raise AssertionError(f"the run to damage did not end: {(folder / 'log').read_text()[-2000:]}")
     (folder / "run" / ".lock").unlink()  # what a killed process leaves is the kill loop's subject
     return folder
 
@@ -140,13 +149,20 @@ def judge(code: int, output: str, same: Callable[[], bool]) -> str:
     return "unaffected" if same() else "silent"
 
 
+def newest_checkpoint(file: Path, damage: str, command: str) -> bool:
+    """For `only`: no other files are read that depend on the number of processes."""
+    return f"step-{STOP_AT:07d}" in file.parts
+
+
 GOOD = ("recovered", "refused", "unaffected")
 
 
-def matrix(folder: Path, only: Callable[[Path, str, str], bool] = lambda file, damage, command: True) -> Iterator[dict]:
+def matrix(
+    folder: Path, only: Callable[[Path, str, str], bool] = lambda file, damage, command: True, processes: int = 1
+) -> Iterator[dict]:
     """One row for each file, damage and command; `only` selects some of them."""
     preload()
-    original = make(folder / "original")
+    original = make(folder / "original", processes)
     expected: dict[str, Any] = {}
     work = folder / "work"
 

@@ -103,7 +103,7 @@ def kill_training(victim: Victim, kills: int, folder: Path, seed: int = 0) -> di
                 break
             kill(pids)
             counts["kills"] += 1
-            safe = _still_safe(victim, run, safe)
+            safe = still_safe(victim.name, run, safe)
         if _outcome(run) != expected:
             raise Lost(f"{victim.name}: the killed run differs from the uninterrupted one")
         counts["finished_runs"] += 1
@@ -111,15 +111,15 @@ def kill_training(victim: Victim, kills: int, folder: Path, seed: int = 0) -> di
     return counts
 
 
-def _still_safe(victim: Victim, run: Path, safe: int) -> int:
+def still_safe(name: str, run: Path, safe: int) -> int:
     """The step of the newest checkpoint, none of which may be damaged or older than the last one seen."""
     found = checkpoints.checkpoints(run)
     for path in found:
         if (fault := checkpoints.damage(path, whole=True)) is not None:
-            raise Lost(f"{victim.name}: after a kill {fault}")
+            raise Lost(f"{name}: after a kill {fault}")
     step = checkpoints.step_of(found[-1]) if found else 0
     if step < safe:
-        raise Lost(f"{victim.name}: the checkpoint of step {safe} is gone; the newest is {step}")
+        raise Lost(f"{name}: the checkpoint of step {safe} is gone; the newest is {step}")
     return step
 
 

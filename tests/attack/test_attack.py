@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.attack.corruption import GOOD, matrix
+from tests.attack.corruption import GOOD, matrix, newest_checkpoint
 from tests.attack.kills import VICTIMS, kill_preparation, kill_training
+from tests.attack.processes import kill_one_process
 
 
 def test_killed_training_loses_nothing(tmp_path):
@@ -41,6 +42,17 @@ def test_many_kills_of_preparation(tmp_path, workers):
 
 
 @pytest.mark.slow
+def test_many_kills_of_one_process(tmp_path):
+    assert kill_one_process(kills=12, folder=tmp_path)["kills"] == 12
+
+
+@pytest.mark.slow
 def test_the_whole_corruption_matrix(tmp_path):
     bad = [row for row in matrix(tmp_path) if row["outcome"] not in GOOD]
+    assert not bad
+
+
+@pytest.mark.slow
+def test_the_corruption_matrix_of_sharded_checkpoints(tmp_path):
+    bad = [row for row in matrix(tmp_path, newest_checkpoint, processes=2) if row["outcome"] not in GOOD]
     assert not bad
