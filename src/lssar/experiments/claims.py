@@ -182,16 +182,16 @@ def better_downstream(t: Tables) -> Finding:
 
 PAPER_CLAIMS: tuple[Claim, ...] = (
     Claim(
-        "a", "LSSAR keeps its loss to 16 times its training length", "paper, Figure 1",
+        "a", "LSSAR keeps its loss up to 16 times its training length", "paper, Figure 1",
         f"rise from 1x to 16x at most {FLAT}, without and with NTK; in part: one of the two", ("figure1",), flat,
     ),
     Claim(
-        "b", "Order of the mechanisms at 8x, LSSAR p = 15 first", "paper, Table 4",
+        "b", "At 8x the mechanisms have the paper's order, with LSSAR p = 15 first", "paper, Table 4",
         "LSSAR p = 15 is lowest, and the rank correlation with the paper's column is at least 0.8; in part: one of the "
         "two", ("table4",), order,
     ),
     Claim(
-        "c", "p near 15 is best at length", "paper, Figure 2",
+        "c", "A power p near 15 is best at long lengths", "paper, Figure 2",
         f"at 16x p = 15 is within {SAME} of the best p; in part: the best is 9 or 31", ("figure2",), best_power,
     ),
     Claim(
@@ -215,7 +215,7 @@ PAPER_CLAIMS: tuple[Claim, ...] = (
         "f2", "LSSAR is ahead of cosine softmax and of windowed softmax at equal tokens, in retrieval",
         "not in the paper", "at 4x and 16x its interval for the passkey lies above each of theirs, and with NTK above "
         "that of cosine softmax with NTK; in part: in some of the six; not tested while none finds one in ten at 1x. "
-        "Intervals are over questions; where an arm was trained more than once they are of all its trainings",
+        "Intervals are over questions; for an arm that was trained more than once they cover all its trainings",
         ("passkey",), lambda t: found_more(t, RETRIEVAL_CONTROLS, ("4", "16")),
     ),
     Claim(
@@ -223,7 +223,7 @@ PAPER_CLAIMS: tuple[Claim, ...] = (
         f"loss at 1x at most {SAME} above softmax's; in part: at most {FLAT}", ("figure1",), as_good_at_1x,
     ),
     Claim(
-        "h", "Softmax need be neither positive nor sum to one", "paper, Table 1",
+        "h", "Attention weights need neither be positive nor sum to one", "paper, Table 1",
         f"each variant's loss at 1x at most {SAME} above softmax's; in part: some", ("table1",), table1,
     ),
     Claim(

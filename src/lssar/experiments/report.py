@@ -85,19 +85,19 @@ def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str,
     text = HEAD.format(results=scale.results, at="" if scale.name == MAIN else f" at {scale.name} scale")
     of_passkey = scale.settings["retrieval"].get("steps", r.steps) * r.batch_tokens
     text += (
-        f"Scale `{scale.name}`: {r.size} on {scale.data}, length {r.length}, {r.steps:,} steps of {r.batch_tokens:,} "
-        f"{units} ({r.steps * r.batch_tokens:,} in all, the same for every arm but those of "
-        f"`passkey`, which have {of_passkey:,}). The paper's columns are "
-        "its own: 124M on FineWeb-10B. Compare losses within a table: evaluations to 16x and to 64x use different "
-        "pieces of the held-out text, and the held-out loss during training uses others again.\n\n"
+        f"Scale `{scale.name}`: {r.size.upper()} parameters, data {scale.data}, length {r.length}, {r.steps:,} steps "
+        f"of {r.batch_tokens:,} {units} ({r.steps * r.batch_tokens:,} in all for every arm, except those of "
+        f"`passkey`, which have {of_passkey:,}). An arm is one training run. Columns of the paper show its published "
+        "numbers (124M parameters, FineWeb-10B). Compare losses only within a table: evaluations to 16x, to 64x and "
+        "during training use different parts of the held-out text.\n\n"
     )
     text += f"{scale.remark}\n\n" if scale.remark else ""
     beside, about = _verdicts_beside(scale), ""
     if beside:
         where = os.path.relpath(usual_page(SCALES[BESIDE]), folder)
         about = (
-            f"In brackets the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): a model of "
-            f"{SCALES[BESIDE].base.size} parameters on bytes, which says less, but which anybody can run.\n\n"
+            f"In brackets is the verdict of the same rule at `{BESIDE}` scale ([its page]({where})): models of "
+            f"{SCALES[BESIDE].base.size.upper()} parameters on bytes, which say less but need only two cores.\n\n"
         )
     text += claims_section(claims, beside, about)
     for name, experiment in EXPERIMENTS.items():
