@@ -110,7 +110,7 @@ def train(name: str, lengths: list[int], at_once: int) -> list[dict[str, Any]]:
     for length in lengths:
         for arm in ARMS:
             here, there = context.Pipe()
-            process = context.Process(target=train_arm, args=(name, arm, length, places, there), daemon=True)
+            process = context.Process(target=train_arm, args=(name, arm, length, places, there))
             process.start()
             r = recipe_of(name, arm, length)
             rows.append({"arm": arm, "length": length, "batch_tokens": r.batch_tokens, "micro_batch": r.micro_batch})

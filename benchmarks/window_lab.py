@@ -20,15 +20,16 @@ import torch
 
 SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "lssar": "lssar"}
 PARTS = ("forward", "query_gradient", "key_gradient")
-BY_ROWS = ("64,32,4,3,168", "64,32,4,3", "64,64,4,2,168", "64,64,4,3", "64,64,8,2,128", "64,64,8,2", "128,64,8,3",
-           "128,64,8,2,128", "128,32,8,3,128", "64,128,8,2")  # fmt: skip
+BY_ROWS = (
+    "64,32,4,3,168", "64,32,4,3", "64,64,4,2,168", "64,64,4,3", "64,64,8,2,128", "64,64,8,2", "128,64,8,3",
+    "128,64,8,2,128",
+)  # fmt: skip
 CANDIDATES: dict[str, tuple[str, ...]] = {
     "forward": BY_ROWS,
     "query_gradient": BY_ROWS,
     "key_gradient": (
-        "64,64,8,2", "64,64,4,2", "64,128,8,2", "64,64,8,2,128", "64,64,8,1,128", "64,64,4,2,0,1", "64,64,8,2,0,1",
-        "64,64,8,2,128,1", "64,128,8,2,0,1", "64,128,8,3,0,1", "32,128,8,3,0,1", "32,64,4,3,0,1", "32,64,8,3,128,1",
-        "128,64,8,1,0,1",
+        "64,64,8,2", "64,128,8,2", "64,64,8,2,128", "64,64,8,1,128", "64,64,4,2,0,1", "64,64,8,2,0,1",
+        "64,64,8,2,128,1", "64,128,8,2,0,1", "32,128,8,3,0,1", "32,64,8,3,128,1", "128,64,8,1,0,1",
     ),
 }  # fmt: skip
 
@@ -157,9 +158,12 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--tiles", nargs="+")
     parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="skip compiling: Triton's cache has all tiles")
     parser.add_argument("--out", help="JSON file")
     options = parser.parse_args()
-    jobs = {
+    jobs = {(kind, shape[0], shape[-1], None) for kind in options.kinds for shape in options.shapes}
+    jobs |= {
         (kind, shape[0], shape[-1], (part, text))
         for kind in options.kinds
         for shape in options.shapes
@@ -167,13 +171,14 @@ def main() -> None:
         for text in options.tiles or CANDIDATES[part]
     }
     context = multiprocessing.get_context("spawn")
-    with context.Pool(14, _share, (context.Lock(),)) as pool:
-        peers = [] if options.no_flex else [pool.apply_async(flex, (shape,)) for shape in options.shapes]
-        print(*filter(None, pool.map(compile_one, sorted(jobs), chunksize=1)), sep="\n", flush=True)
-        for peer in peers:
-            print(peer.get(), flush=True)
+    if not options.compiled:
+        with context.Pool(14, _share, (context.Lock(),)) as pool:
+            peers = [] if options.no_flex else [pool.apply_async(flex, (shape,)) for shape in options.shapes]
+            print(*filter(None, pool.map(compile_one, sorted(jobs, key=str), chunksize=1)), sep="\n", flush=True)
+            for peer in peers:
+                print(peer.get(), flush=True)
     out: list[dict] = []
-    for shape in options.shapes:
+    for shape in () if options.compile_only else options.shapes:
         for kind in options.kinds:
             sweep(kind, shape, options.parts, options.tiles, out)
     if options.out:

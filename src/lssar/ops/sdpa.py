@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lssar.ops.numerics import in_range, scale_factor, score_factor, unit
+from lssar.ops import fused
+from lssar.ops.numerics import in_range, may_branch, scale_factor, score_factor, unit
 from lssar.specs import AttentionSpec
 
 MOST_MASKED = 2**24
@@ -34,6 +35,12 @@ def why_not(
     return None
 
 
+def fused_unit(q: Tensor, k: Tensor) -> bool:
+    """Whether a kernel of ours normalises q and k."""
+    usable = fused.HAS_TRITON and q.is_cuda and q.shape[-1] <= fused.HEAD_SIZES[1] and may_branch(q, k)
+    return usable and q.stride(-1) == k.stride(-1) == 1
+
+
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, causal: bool, gain: Tensor | None = None
 ) -> Tensor:
@@ -43,16 +50,19 @@ def sdpa_attention(
     mask = None
     if causal and queries < keys:  # a few rows against a cache: SDPA's own mask is aligned at the other end
         mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_(keys - queries)
-    if spec.cosine:
-        q, k = unit(q), unit(k)
-    else:
-        q, k = in_range(q), in_range(k)
     scale = scale_factor(q.shape[-1], spec)
-    if spec.log_n:  # a factor that differs from row to row goes into q
-        n = torch.full((queries,), float(keys), device=q.device)
-        if causal:
-            n = torch.arange(keys - queries + 1, keys + 1, device=q.device).float()
-        q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
+    if spec.cosine and fused_unit(q, k):
+        first_n, step = (keys - queries + 1, 1) if causal else (keys, 0)
+        q, k = fused.scaled_unit(q, scale, spec.log_n, first_n, step), fused.scaled_unit(k, 1.0, False, 1, 0)
+        scale = 1.0
+    else:
+        bring = unit if spec.cosine else in_range
+        q, k = bring(q), bring(k)
+        if spec.log_n:  # a factor that differs from row to row goes into q
+            n = torch.full((queries,), float(keys), device=q.device)
+            if causal:
+                n = torch.arange(keys - queries + 1, keys + 1, device=q.device).float()
+            q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
     if gain is not None:
         q = (q * gain[:, None, None]).to(q.dtype)
     return F.scaled_dot_product_attention(

@@ -16,8 +16,8 @@ from torch import Tensor
 from lssar.ops.numerics import in_range, unit
 
 __all__ = [
-    "activation_attention", "append_token", "fused_attention", "fused_decode", "softmax_decode", "why_not",
-    "window_attention",
+    "activation_attention", "append_token", "fused_attention", "fused_decode", "scaled_unit", "softmax_decode",
+    "why_not", "window_attention",
 ]  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -250,3 +250,15 @@ def append_token(
 
     cos, sin = (None, None) if angles is None else angles
     return append_op(q, k, v, cos, sin, k_cache, v_cache, at)
+
+
+def scaled_unit(x: Tensor, scale: float, log_n: bool, first_n: int, step: int) -> Tensor:
+    """x / |x| of rows of x (B, H, L, D) times scale, with log_n times log n too; differentiable.
+
+    Row i sees n = first_n + step * i keys. D is at most 256, the last stride 1.
+    """
+    from lssar.ops.fused.unit import unit_op
+
+    if x.shape[0] > LARGEST_BATCH:
+        return torch.cat([unit_op(part, scale, log_n, first_n, step) for part in x.split(LARGEST_BATCH)])
+    return unit_op(x, scale, log_n, first_n, step)
