@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512
     PYTHONPATH=src python benchmarks/window_lab.py 64x8x16x8192@128 --kinds lssar --parts key_gradient --tiles 64,64,4,2 64,128,8,2
 
-A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers[,keysfirst]]. All tiles
+A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers]. All tiles
 compile in parallel first. A tile whose results differ from the first one's prints the difference and no time. Without
 --tiles every kernel tries those of CANDIDATES that fit.
 """  # noqa: E501
@@ -20,18 +20,11 @@ import torch
 
 SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "lssar": "lssar"}
 PARTS = ("forward", "query_gradient", "key_gradient")
-BY_ROWS = (
-    "64,32,4,3,168", "64,32,4,3", "64,64,4,2,168", "64,64,4,3", "64,64,8,2,128", "64,64,8,2", "128,64,8,3",
-    "128,64,8,2,128",
-)  # fmt: skip
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    "forward": BY_ROWS,
-    "query_gradient": BY_ROWS,
-    "key_gradient": (
-        "64,64,8,2", "64,128,8,2", "64,64,8,2,128", "64,64,8,1,128", "64,64,4,2,0,1", "64,64,8,2,0,1",
-        "64,64,8,2,128,1", "64,128,8,2,0,1", "32,128,8,3,0,1", "32,64,8,3,128,1", "128,64,8,1,0,1",
-    ),
-}  # fmt: skip
+    "forward": ("64,32,4,3,168", "64,32,4,3", "64,64,4,3", "64,64,4,2,128"),
+    "query_gradient": ("64,32,4,3,168", "64,32,4,3", "64,32,4,4", "64,64,4,3"),
+    "key_gradient": ("64,64,8,2", "64,64,4,2", "64,128,8,2", "64,128,8,3"),
+}
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -62,10 +55,10 @@ def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, s
     tiles.CHOSEN.clear()
     if tile is not None:
         part, text = tile
-        m, n, warps, stages, registers, keys_first = ([int(x) for x in text.split(",")] + [0, 0])[:6]
+        m, n, warps, stages, registers = ([int(x) for x in text.split(",")] + [0])[:5]
         name = {"softmax": "softmax", "cosine": "cosine", "lssar": "softplus"}[kind]
         name = f"window_{part}_{name}" + ("_long" if window > tiles.LONG_WINDOW else "")
-        made = tiles.Tile(m, n, warps, stages, registers=registers or None, keys_first=bool(keys_first))
+        made = tiles.Tile(m, n, warps, stages, registers=registers or None)
         tiles.CHOSEN[tiles.key_of(name, q.shape[-1], 2)] = made
     window_op.start_kernel = record
     options = (None, None, spec, True, None, None, window)
@@ -78,10 +71,10 @@ def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, s
 
 
 def compile_one(job: tuple[Any, ...]) -> str:
-    kind, d, window, tile = job
+    kind, d, heads, window, tile = job
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
-        call(kind, inputs(d, 1, 1, 256), window, tile)
+        call(kind, inputs(d, 2, heads, 256), window, tile)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:100]}"
@@ -162,9 +155,9 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="skip compiling: Triton's cache has all tiles")
     parser.add_argument("--out", help="JSON file")
     options = parser.parse_args()
-    jobs = {(kind, shape[0], shape[-1], None) for kind in options.kinds for shape in options.shapes}
+    jobs = {(kind, shape[0], shape[2], shape[-1], None) for kind in options.kinds for shape in options.shapes}
     jobs |= {
-        (kind, shape[0], shape[-1], (part, text))
+        (kind, shape[0], shape[2], shape[-1], (part, text))
         for kind in options.kinds
         for shape in options.shapes
         for part in options.parts

@@ -242,12 +242,6 @@ def test_tiles_of_64_keys(spec, monkeypatch):
     compare(*tensors(Lq=70, D=16), SPECS[spec], window=20)
 
 
-@pytest.mark.parametrize("spec", ["softmax", "ssmax", "cosine softmax", "lssar"])
-def test_scores_with_keys_first(spec, monkeypatch):
-    monkeypatch.setattr(tiles, "INTERPRETED", tiles.Tile(32, 32, 1, 1, keys_first=True))
-    compare(*tensors(Lq=70, D=16), SPECS[spec], window=20)
-
-
 def test_batches_beyond_the_grid(monkeypatch):
     q, k, v, _ = tensors(B=3, Lq=10, D=16)
     lengths = torch.tensor([10, 4, 0], device=DEVICE)

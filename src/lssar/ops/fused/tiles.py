@@ -44,15 +44,12 @@ class Tile:
     stages1: int = 0
     registers: int | None = None  # limit per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
-    keys_first: bool = False  # windowed dk, dv: scores as [keys, rows]
 
     def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
         values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
         values |= {"TMA": self.tma and aligned, "CACHE": cached_elements(itemsize)}
         if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
-        if kernel.startswith("window_key_gradient"):
-            values["KEYS_FIRST"] = self.keys_first
         if self.registers is not None and USE_PTX:
             values["maxnreg"] = self.registers
         return values

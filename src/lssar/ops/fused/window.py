@@ -148,20 +148,11 @@ def _hide(x, keys, row_start, row_stop, masked, HIDE: tl.constexpr):
 
 @triton.jit
 def _hide_both(x, y, keys, row_start, row_stop, masked):
-    """x and y with 0 where the row does not see the key; keys, row_start and row_stop broadcast to their shape."""
+    """x and y with 0 where the row does not see the key."""
     if masked:
-        seen = (keys >= row_start) & (keys < row_stop)
+        seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
         x, y = tl.where(seen, x, 0.0), tl.where(seen, y, 0.0)
     return x, y
-
-
-@triton.jit
-def _of_rows(x, KEYS_FIRST: tl.constexpr):
-    """Numbers of rows [M], to be broadcast against scores [M, N], or [N, M] with KEYS_FIRST."""
-    if KEYS_FIRST:
-        return x[None, :]
-    else:
-        return x[:, None]
 
 
 @triton.jit
@@ -532,7 +523,7 @@ def _query_sums(
             if KIND == REWEIGHTED:
                 root = weight_root(two_a, first[:, None], second[:, None], LOG_DEGREE)
                 g *= _power(root, p, P, 1)
-            g, sigma = _hide_both(g, sigma, keys, row_start[:, None], row_stop[:, None], masked)
+            g, sigma = _hide_both(g, sigma, keys, row_start, row_stop, masked)
             sigma *= key_scale[None, :]
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
@@ -662,40 +653,38 @@ def _store_line(
 @triton.jit
 def _key_terms(
     x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked,
-    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of scores, both [M, N] ([N, M] with KEYS_FIRST); with cosine the latter times what makes
-    products scores. keys and key_scale are shaped to broadcast, what is of rows is [M]."""
-    row_start, row_stop = _of_rows(row_start, KEYS_FIRST), _of_rows(row_stop, KEYS_FIRST)
+    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
     if KIND == EXP:
-        first = _of_rows(tl.load(at, mask=inside, other=FAR), KEYS_FIRST)
-        second = _of_rows(tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR), KEYS_FIRST)
-        delta = _of_rows(tl.load(at + 2 * row_plane, mask=inside, other=0.0), KEYS_FIRST)
+        first = tl.load(at, mask=inside, other=FAR)[:, None]
+        second = tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR)[:, None]
+        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
         if COSINE:
-            weight = ex2(x * second * key_scale - first)
+            weight = ex2(x * second * key_scale[None, :] - first)
             ds = weight * (dp * second - delta)
+            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
         else:
-            factor = _of_rows(factor, KEYS_FIRST) * key_up
-            weight = ex2(tl.minimum((x - first * key_down) * factor - second, 0.0))
+            weight = ex2(tl.minimum((x - first * key_down) * (factor[:, None] * key_up) - second, 0.0))
             ds = weight * (dp - delta)
-        weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
     else:
-        slope = _of_rows(tl.load(at, mask=inside, other=0.0), KEYS_FIRST)
-        to_score = _of_rows(tl.load(at + row_plane, mask=inside, other=0.0), KEYS_FIRST)
-        delta = _of_rows(tl.load(at + 2 * row_plane, mask=inside, other=0.0), KEYS_FIRST)
-        x = x * to_score * key_scale
+        slope = tl.load(at, mask=inside, other=0.0)[:, None]
+        to_score = tl.load(at + row_plane, mask=inside, other=0.0)[:, None]
+        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+        x = x * to_score * key_scale[None, :]
         two_a = softplus2(x, LOG_DEGREE)
         sigma = sigmoid2(x, two_a, LOG_DEGREE)
         scale = 2.0 * slope
         if KIND == REWEIGHTED:
-            intercept = _of_rows(tl.load(at + 3 * row_plane, mask=inside, other=0.0), KEYS_FIRST)
-            mean = _of_rows(tl.load(at + 4 * row_plane, mask=inside, other=0.0), KEYS_FIRST)
+            intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
+            mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
             root = weight_root(two_a, slope, intercept, LOG_DEGREE)
             y = _power(root, p, P, 1)
             weight = y * root
             scale *= p
             if LOG_DEGREE == 0:
-                inverse = _of_rows(tl.load(at + 5 * row_plane, mask=inside, other=0.0), KEYS_FIRST)
+                inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
                 weight *= inverse
                 scale *= inverse
             ds = (dp * scale - delta * scale) * y - mean
@@ -717,13 +706,9 @@ def key_gradient_kernel(
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads that share them.
-
-    KEYS_FIRST: scores are [N, M], so that the tensor cores take weights from registers and not from shared memory; but
-    a thread then needs the numbers of more rows.
-    """
+    """dk and dv of a block of keys, summed over the query heads that share them."""
     first_key = tl.program_id(0) * BLOCK_N
     h_kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     k_ptr += b * k_stride_b + h_kv * k_stride_h
@@ -733,7 +718,7 @@ def key_gradient_kernel(
     row_plane = tl.cast(row_plane, tl.int64)
 
     row_offsets, offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    keys = (first_key + offsets)[:, None] if KEYS_FIRST else (first_key + offsets)[None, :]
+    keys = (first_key + offsets)[None, :]
     key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
         first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
         CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
@@ -751,10 +736,7 @@ def key_gradient_kernel(
         near, key_down, key_up = near_one(k_raw.to(tl.float32), SMALL, True)
         k = near.to(k_raw.dtype)
         key_scale = tl.zeros([BLOCK_N], tl.float32)
-    key_scale = key_scale[:, None] if KEYS_FIRST else key_scale[None, :]
-    TURNED: tl.constexpr = (
-        BLOCK_N < 64 and not KEYS_FIRST
-    )  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
+    TURNED: tl.constexpr = BLOCK_N < 64  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
     dk = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
     dv = dk
     for member in range(group):
@@ -766,12 +748,8 @@ def key_gradient_kernel(
             rows = start + row_offsets
             q = load_tile(q_head, start, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
             do = load_tile(do_head, start, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
-            if KEYS_FIRST:
-                x = dot(k, tl.trans(q), PRECISION=DOT)  # [N, M]
-                dp = dot(v, tl.trans(do), PRECISION=DOT)  # [N, M]
-            else:
-                x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-                dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
+            x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+            dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
             row_start, row_stop = visible_keys(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
             )  # [M]
@@ -781,16 +759,12 @@ def key_gradient_kernel(
             weight, ds = _key_terms(
                 x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
                 keys, row_start, row_stop, (start < full_lo) | (start + BLOCK_M > full_hi), KIND, P, COSINE, LOG_DEGREE,
-                KEYS_FIRST,
             )  # fmt: skip
             if LOG_N and not COSINE:
-                ds *= _of_rows(factor, KEYS_FIRST)
+                ds *= factor[:, None]
             operand = q.to(tl.float32) if WIDE else q
             weight, ds = weight.to(do.dtype), ds.to(operand.dtype)
-            if KEYS_FIRST:
-                dv = dot(weight, do, dv, PRECISION=DOT)
-                dk = dot(ds, operand, dk, PRECISION=DOT)
-            elif TURNED:
+            if TURNED:
                 dv = dot(tl.trans(do), weight, dv, PRECISION=DOT)
                 dk = dot(tl.trans(operand), ds, dk, PRECISION=DOT)
             else:
