@@ -19,6 +19,7 @@ through our kernel; its time is the better of the two.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import multiprocessing
 import statistics
 import sys
@@ -33,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.model import GPT, Cache
-from lssar.nn import LayerCache
+from lssar.nn import LayerCache, Positions
 from lssar.nn.decoding import DecodeStep
 from lssar.records import environment, write_json
 from lssar.training.optimisers import make_optimisers
@@ -51,6 +52,17 @@ MICRO_TOKENS = 32_768
 """Of one forward and backward pass."""
 
 
+class PlainSoftmax(GPT):
+    """The uniform softmax model with PyTorch's SDPA called directly, without `lssar.attention`."""
+
+    def _positions(self, *arguments: Any) -> Positions:
+        return dataclasses.replace(super()._positions(*arguments), attend=plain_sdpa)
+
+
+def plain_sdpa(q: Tensor, k: Tensor, v: Tensor, spec: Any, **_: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def recipe_of(name: str, arm: str, length: int) -> Recipe:
     tokens = recipe(name).batch_tokens
     return recipe(name, **ARMS[arm], length=length, micro_batch=max(1, min(MICRO_TOKENS, tokens) // length))
@@ -59,7 +71,7 @@ def recipe_of(name: str, arm: str, length: int) -> Recipe:
 def training_step(r: Recipe) -> Callable[[], float]:
     """A function that makes one optimisation step and returns its loss."""
     torch.manual_seed(0)
-    model = GPT(r.model()).cuda()
+    model = (PlainSoftmax if r.layout == "uniform" else GPT)(r.model()).cuda()
     optimisers = make_optimisers(model, r)
     model.compile()
     ids = torch.randint(0, r.vocab_size, (r.micro_batch, r.length + 1), device="cuda")
@@ -217,7 +229,7 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "decode"])
     parser.add_argument("--recipe", default="long-124m")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--at-once", type=int, default=7, help="arms that compile at once; each needs about 17 GiB")
+    parser.add_argument("--at-once", type=int, default=6, help="arms that compile at once; each needs about 20 GiB")
     parser.add_argument("--contexts", type=int, nargs="+", default=[131072])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=Path, required=True, help="JSON file")

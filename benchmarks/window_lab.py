@@ -3,7 +3,7 @@
     PYTHONPATH=src python benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512
     PYTHONPATH=src python benchmarks/window_lab.py 64x8x16x8192@128 --kinds lssar --parts key_gradient --tiles 64,64,4,2 64,128,8,2
 
-A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers]. All tiles
+A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers[,tma]]. All tiles
 compile in parallel first. A tile whose results differ from the first one's prints the difference and no time. Without
 --tiles every kernel tries those of CANDIDATES that fit.
 """  # noqa: E501
@@ -21,9 +21,9 @@ import torch
 SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "lssar": "lssar"}
 PARTS = ("forward", "query_gradient", "key_gradient")
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    "forward": ("64,32,4,3,168", "64,32,4,3", "64,64,4,3", "64,64,4,2,128"),
-    "query_gradient": ("64,32,4,3,168", "64,32,4,3", "64,32,4,4", "64,64,4,3"),
-    "key_gradient": ("64,64,8,2", "64,64,4,2", "64,128,8,2", "64,128,8,3"),
+    "forward": ("64,32,4,3,168", "64,32,4,3,168,1", "64,64,4,2,168,1", "64,64,4,3,0,1"),
+    "query_gradient": ("64,32,4,3", "64,32,4,3,168,1", "64,32,4,3,0,1", "64,64,4,2,0,1"),
+    "key_gradient": ("64,64,8,2", "64,128,8,2", "64,64,4,2,0,1", "64,128,8,2,0,1", "64,64,8,2,128,1"),
 }
 
 
@@ -55,10 +55,10 @@ def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, s
     tiles.CHOSEN.clear()
     if tile is not None:
         part, text = tile
-        m, n, warps, stages, registers = ([int(x) for x in text.split(",")] + [0])[:5]
+        m, n, warps, stages, registers, tma = ([int(x) for x in text.split(",")] + [0, 0])[:6]
         name = {"softmax": "softmax", "cosine": "cosine", "lssar": "softplus"}[kind]
         name = f"window_{part}_{name}" + ("_long" if window > tiles.LONG_WINDOW else "")
-        made = tiles.Tile(m, n, warps, stages, registers=registers or None)
+        made = tiles.Tile(m, n, warps, stages, registers=registers or None, tma=bool(tma))
         tiles.CHOSEN[tiles.key_of(name, q.shape[-1], 2)] = made
     window_op.start_kernel = record
     options = (None, None, spec, True, None, None, window)

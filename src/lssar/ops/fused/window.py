@@ -36,10 +36,12 @@ from lssar.ops.fused.primitives import (
     load_tile,
     log2_1p,
     power,
+    read_tile,
     rows_of_keys,
     saturate,
     sigmoid2,
     softplus2,
+    tile_source,
     visible_keys,
     weight_root,
 )
@@ -219,9 +221,12 @@ def _power(w, p, P: tl.constexpr, LESS: tl.constexpr):
 
 
 @triton.jit
-def _key_tile(k_ptr, key_scale_ptr, start, key_stop, stride, offsets, columns, D: tl.constexpr, COSINE: tl.constexpr):
+def _key_tile(
+    k_source, key_scale_ptr, start, key_stop, stride, offsets, columns,
+    D: tl.constexpr, COSINE: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Keys [N, D] and, with cosine, 1 / |k| [N]."""
-    k = load_tile(k_ptr, start, key_stop, stride, offsets, columns, D, True)
+    k = read_tile(k_source, start, key_stop, stride, offsets, columns, D, TMA)
     scale = tl.zeros([offsets.shape[0]], tl.float32)
     if COSINE:
         scale = tl.load(key_scale_ptr + start + offsets, mask=start + offsets < key_stop, other=0.0)
@@ -230,16 +235,16 @@ def _key_tile(k_ptr, key_scale_ptr, start, key_stop, stride, offsets, columns, D
 
 @triton.jit
 def _row_statistics(
-    q, row_factor, k_ptr, key_scale_ptr, k_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+    q, row_factor, k_source, key_scale_ptr, k_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Of REWEIGHTED rows over keys lo..hi: the sum of 2a and the largest x, both [M]."""
     offsets = tl.arange(0, N)
     total = tl.zeros([M, 4], tl.float32)
     largest = tl.full([M, 4], HIDDEN, tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, True)
+        k, key_scale = _key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, True, TMA)
         x = dot(q, tl.trans(k), PRECISION=DOT) * key_scale[None, :] * row_factor[:, None]  # [M, N]
         keys = (start + offsets)[None, :]
         x = _hide(x, keys, row_start, row_stop, (start < full_lo) | (start + N > full_hi), HIDDEN)
@@ -308,7 +313,9 @@ def _rewrite_output(
         o = tl.zeros([M, WIDTH], tl.float32)
         broken = tl.zeros([M, WIDTH], tl.float32)
         for start in tl.range(lo, hi, N, num_stages=1):
-            k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE)
+            k, key_scale = _key_tile(
+                k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, False
+            )
             keys = start + offsets
             v = tl.load(
                 v_ptr + keys[:, None].to(tl.int64) * v_stride + some[None, :],
@@ -331,11 +338,11 @@ def _rewrite_output(
 
 @triton.jit
 def _weighted_values(
-    q, factor, row_factor, slope, intercept, p, k_ptr, v_ptr, key_scale_ptr, k_stride, v_stride, lo, hi,
+    q, factor, row_factor, slope, intercept, p, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi,
     full_lo, full_hi, row_start, row_stop, key_stop, columns,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: sum of weights times v [M, D], sum of weights, shift of scores and largest product, all [M]."""
     offsets = tl.arange(0, N)
@@ -344,8 +351,8 @@ def _weighted_values(
     o = tl.zeros([M, BLOCK_D], tl.float32)
     z = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE)
-        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True)  # [N, D]
+        k, key_scale = _key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
+        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
         keys = (start + offsets)[None, :]
@@ -380,7 +387,7 @@ def forward_kernel(
     FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program a block of rows. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum."""
     PRECISE: tl.constexpr = LOG_DEGREE == 0
@@ -394,6 +401,8 @@ def forward_kernel(
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = _block_of_keys(
@@ -421,15 +430,15 @@ def forward_kernel(
     slope, intercept = tl.where(n > 0, 1.0, 0.0), n * 0.0
     if KIND == REWEIGHTED:
         total, x_max = _row_statistics(
-            q, row_factor, k_ptr, key_scale_ptr, k_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
-            columns, D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES,
+            q, row_factor, k_source, key_scale_ptr, k_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
+            columns, D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA,
         )  # fmt: skip
         slope, intercept = _weight_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
         slope += total * 0.0  # NaN where a score is NaN
     o, z_row, shift, highest = _weighted_values(
-        q, factor, row_factor, slope, intercept, p, k_ptr, v_ptr, key_scale_ptr, k_stride_l, v_stride_l, lo, hi,
+        q, factor, row_factor, slope, intercept, p, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo, hi,
         full_lo, full_hi, row_start, row_stop, key_stop, columns,
-        KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES,
+        KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA,
     )  # fmt: skip
     inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), 0.0)
     if KIND == REWEIGHTED:
@@ -489,11 +498,11 @@ def _exp_weight(x, key_scale, row_factor, shift, log_z, COSINE: tl.constexpr):
 
 @triton.jit
 def _query_sums(
-    q, do, k_ptr, v_ptr, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
-    row_factor, first, second, delta, p, columns,
+    q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
+    key_stop, row_factor, first, second, delta, p, columns,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: sum of ds k (for EXP) or of g sigma k, sum of sigma k, both [M, D], sum of g [M]."""
     offsets = tl.arange(0, N)
@@ -501,8 +510,8 @@ def _query_sums(
     sk = gk
     g_sum = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
-        k, key_scale = _key_tile(k_ptr, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE)
-        v = load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True)  # [N, D]
+        k, key_scale = _key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
+        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
@@ -542,7 +551,7 @@ def query_gradient_kernel(
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype."""
     PRECISE: tl.constexpr = LOG_DEGREE == 0
@@ -558,6 +567,8 @@ def query_gradient_kernel(
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     rows = first_row + row_offsets
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
@@ -588,9 +599,9 @@ def query_gradient_kernel(
         row_factor = tl.minimum(tl.maximum(factor * LOG2E * up, 1.0 / FAR), FAR)
         raw_factor, inverse_norm = factor, factor
     gk, sk, g_sum = _query_sums(
-        q.to(q_raw.dtype), do, k_ptr, v_ptr, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
+        q.to(q_raw.dtype), do, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
         full_lo, full_hi, row_start, row_stop, key_stop, row_factor, first, second, delta, p, columns,
-        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES,
+        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA,
     )  # fmt: skip
 
     to_keys_ptr += at
@@ -706,7 +717,7 @@ def key_gradient_kernel(
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them."""
     first_key = tl.program_id(0) * BLOCK_N
@@ -744,10 +755,12 @@ def key_gradient_kernel(
         q_head = q_ptr + b * q_stride_b + h * q_stride_h
         do_head = do_ptr + b * do_stride_b + h * do_stride_h
         rows_head = to_keys_ptr + (b * Hq + h) * Lq
+        q_source = tile_source(q_head, Lq, q_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+        do_source = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
         for start in tl.range(row_lo // BLOCK_M * BLOCK_M, row_hi, BLOCK_M, num_stages=STAGES):
             rows = start + row_offsets
-            q = load_tile(q_head, start, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
-            do = load_tile(do_head, start, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
+            q = read_tile(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            do = read_tile(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
             x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
             dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
             row_start, row_stop = visible_keys(

@@ -13,7 +13,7 @@ from lssar.ops.fused import window as kernels
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two
+from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -87,15 +87,18 @@ class _Call:
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
 
-    def run(self, name: str, kernel: Any, grid: Any, arguments: tuple, **more: Any) -> None:
-        """Launch with the tiles of the table. grid(tile): programs."""
+    def run(
+        self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
+    ) -> None:
+        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads."""
         constants = self.constants | more
+        aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
 
         def run(tile, tile_constants):
-            tile_constants = {key: x for key, x in tile_constants.items() if key not in ("TMA", "CACHE")}
+            del tile_constants["CACHE"]
             start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
 
-        launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, False, run)
+        launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
 
 
 def _forward(
@@ -113,7 +116,7 @@ def _forward(
     )  # fmt: skip
     call.run(
         "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments,
-        GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv,
+        (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv,
     )  # fmt: skip
     return o, rows, key_scale
 
@@ -138,7 +141,7 @@ def _backward(
     )  # fmt: skip
     call.run(
         "query_gradient", kernels.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
-        arguments, GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
+        arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
     )  # fmt: skip
     arguments = (
         q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
@@ -147,7 +150,7 @@ def _backward(
     )  # fmt: skip
     call.run(
         "key_gradient", kernels.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, WIDE=call.wide,
+        arguments, (q, do), WIDE=call.wide,
     )  # fmt: skip
     if gain is not None:
         torch.sum(to_keys[kernels.GAIN_PLANE.value], (0, 2), out=dgain)
