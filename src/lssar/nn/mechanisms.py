@@ -87,7 +87,6 @@ class Mechanisms:
         `groups`: which of the layer's heads q, k and v hold, if not all.
         """
         outputs = []
-        used: set[str] = set()
         for group in self.groups if groups is None else groups:
             own = dict(others)
             if mask is not None:
@@ -99,10 +98,12 @@ class Mechanisms:
                 own["threshold"] = self.threshold[group.learned or heads]
             if self.power is not None and spec.p is not None:
                 own["p"] = self.power
-            used |= own.keys()
             outputs.append(function(q[:, heads], k[:, keys], v[:, keys], spec, **own))
         o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        for name in ("head_scale", "threshold"):
-            if groups is not None and name not in used and (learned := getattr(self, name)) is not None:
-                o = o + learned[:0].sum()  # no head here uses it, but DDP and FSDP wait for every parameter's gradient
+        if groups is not None:  # DDP and FSDP wait for every parameter's gradient, also where no head uses it
+            specs = [group.spec for group in groups]
+            if self.head_scale is not None and all(spec.head_scale is None for spec in specs):
+                o = o + self.head_scale[:0].sum()
+            if self.threshold is not None and not any(spec.learned_threshold for spec in specs):
+                o = o + self.threshold[:0].sum()
         return o
