@@ -93,7 +93,7 @@ def test_the_cheapest_exchange_is_chosen():
     assert copies.kind == "heads"
     assert copies.received == 2 * rows * 64 * 8 * others // 4 + others * rows * 2 * 64
     keys = exchange_of(4, 1024, 2, 2, 64, None)
-    assert (keys.kind, keys.received) == ("keys", others * rows * 2 * 2 * 64)
+    assert (keys.kind, keys.received) == ("keys", others * rows * 2 * 2 * 64 + 2 * (rows // 2) * 2 * 64)
     near = exchange_of(key_heads=4, window=128, **shape)
     assert (near.kind, near.received) == ("window", 127 * 2 * 4 * 64)
     assert exchange_of(key_heads=4, window=1000, **shape) == heads

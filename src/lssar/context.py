@@ -5,7 +5,8 @@ layers communicate, in one of three ways (`exchange_of` chooses, and says how mu
 
     heads    all-to-all: a process gets all rows of its share of the heads, attends, and returns the rows (Ulysses)
     window   a process gets from those to its left the keys and values that its first rows see
-    keys     a process gets all keys and values, where there are fewer heads than processes
+    keys     a process gets all keys and values, where there are fewer heads than processes; as later rows see more
+             keys, process r attends for half of the rows of process N - 1 - r, which attends for half of its
 
 Every row sees the keys that it would see in one process, so n_i, positions and packed documents are those of the whole
 sequence. Shape letters: B batch, L whole sequence, l = L / N, H query heads, h key heads, D head size.
@@ -42,9 +43,6 @@ def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: i
 
     A layer with a window takes whichever of `window` and `heads` sends less. ValueError if a layer without a window has
     at least as many key heads as processes, and they do not divide.
-
-    `keys` would send less than `heads` where many query heads share a key head, but later rows see more keys: the last
-    process would compute up to twice the mean. With `heads` all compute the same.
     """
     check_length(length, size)
     rows = length // size
@@ -57,7 +55,7 @@ def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: i
     if divides:
         return Exchange("heads", by_heads)
     if key_heads < size:
-        return Exchange("keys", (length - rows) * 2 * key_heads * head_size)
+        return Exchange("keys", ((length - rows) * 2 * key_heads + 2 * (rows // 2) * heads) * head_size)
     possible = [n for n in range(2, key_heads + 1) if key_heads % n == 0]
     raise ValueError(
         f"{key_heads} key heads do not divide over {size} processes of a context; choose context_parallel from "
@@ -140,16 +138,30 @@ class Context:
     def _by_keys(
         self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, groups: Sequence[HeadGroup], cu_seqlens: Tensor | None
     ) -> Tensor:
-        rows, first = q.shape[2], self.rank * q.shape[2]
+        rows, half, partner = q.shape[2], q.shape[2] // 2, self.size - 1 - self.rank
         own = torch.cat([k, v], 1).permute(2, 0, 1, 3).contiguous()
-        seen = self._all_gather(own)[: first + rows]  # later keys are hidden from all our rows
-        k, v = _plain(seen.permute(1, 2, 0, 3)).chunk(2, 1)
-        if cu_seqlens is None:
-            return attend(q, k, v, groups=groups)
-        at = torch.arange(first, first + rows, device=q.device)
-        bounds = cu_seqlens.to(device=q.device, dtype=torch.int64)
-        begin = bounds[torch.searchsorted(bounds, at, right=True) - 1]
-        return attend(q, k, v, groups=groups, key_ranges=torch.stack([begin, at + 1], -1)[None])
+        k, v = _plain(self._all_gather(own).permute(1, 2, 0, 3)).chunk(2, 1)
+
+        def part(q: Tensor, end: int) -> Tensor:
+            """Rows that end before row `end` of the whole sequence."""
+            view: dict[str, Any] = {}
+            if cu_seqlens is not None:
+                at = torch.arange(end - q.shape[2], end, device=q.device)
+                bounds = cu_seqlens.to(device=q.device, dtype=torch.int64)
+                begin = bounds[torch.searchsorted(bounds, at, right=True) - 1]
+                view["key_ranges"] = torch.stack([begin, at + 1], -1)[None]
+            return attend(q, k[:, :, :end], v[:, :, :end], groups=groups, **view)
+
+        first, second = q.split([rows - half, half], 2)
+        first = part(first, (self.rank + 1) * rows - half)
+        if half:
+            second = self._swap(part(self._swap(second, partner), (partner + 1) * rows), partner)
+        return torch.cat([first, second], 2)
+
+    def _swap(self, x: Tensor, partner: int) -> Tensor:
+        """Rows (B, H, rows, D) of the partner, which gets ours."""
+        rows = [x.shape[2] if process == partner else 0 for process in range(self.size)]
+        return _plain(self._all_to_all(x.permute(2, 0, 1, 3).contiguous(), rows, rows).permute(1, 2, 0, 3))
 
     def _all_to_all(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         from torch.distributed._functional_collectives import all_to_all_single_autograd
