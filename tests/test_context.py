@@ -1,6 +1,9 @@
 """Sequences divided over processes: attention layers exchange the right heads and keys, to the last gradient."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 from lssar.context import exchange_of, share_heads
 from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
-from tests.training.ranks import run_jobs
+from tests.training.ranks import ROOT, run_jobs
 
 PACK = [0, 3, 5, 5, 6, 19, 22, 23, 24]
 """Bounds of documents that begin and end in the middle of shards, one of them empty, one in all shards."""
@@ -143,6 +146,16 @@ def test_mechanisms_are_shared_out_evenly():
     groups = parse_layout("lssa+lssar")[0].groups(8, 8)
     for share in share_heads(groups, 8, 8, 4):
         assert [group.spec.name for group in share.groups] == ["lssa", "lssar"]
+
+
+def test_the_docs_show_the_cost_model():
+    script = subprocess.run(
+        [sys.executable, "benchmarks/context_cost.py"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    page = (ROOT / "docs/scale.md").read_text()
+    shown = page.split("<!-- context cost -->\n")[1].split("<!-- end -->")[0]
+    assert shown == script.stdout, "copy the output of benchmarks/context_cost.py to docs/scale.md"
 
 
 class Alone:
