@@ -3,7 +3,7 @@
 A table is between `<!-- results: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
 modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
-`python -m tests.attack`, `fuzz` that of `python -m tests.fuzz_attention`. `ratios COMMIT` makes one of the lines that
+`python -m tests.attack`, `fuzz` that of the fuzzers. `ratios COMMIT` makes one of the lines that
 `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` counts the claims that
 `lssar reproduce report` decided.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
@@ -76,12 +76,12 @@ def verdict_counts(claims: list[dict]) -> str:
 
 
 def fuzz_table(results: list[dict]) -> str:
-    """Counts of the fuzzer of `lssar.attention`."""
-    rows = [
-        [_machine(r["environment"]), r["seed"], f"{r['cases']:,}", f"{r['counts']['calls']:,}", len(r["failures"])]
-        for r in results
-    ]
-    return markdown_table(["fuzzer", "seed", "cases", "calls", "failures"], rows)
+    """Counts of the fuzzers of `lssar.attention` and of the fused kernels."""
+    rows = []
+    for r in results:
+        first = f"seed {r['seed']}, from {r['first']:,}" if "seed" in r else f"from {r['first']:,}"
+        rows.append([_machine(r["environment"]), first, f"{r['cases']:,}", str(len(r["failures"]))])
+    return markdown_table(["machine", "cases drawn", "run", "failures"], rows)
 
 
 def attack_table(kills: dict, corruption: dict) -> str:

@@ -256,6 +256,7 @@ def write_card(folder: Path) -> None:
     about = training["environment"]
     machine = about.get("gpu") or f"{about['cpu']}, {about['threads']} thread(s)"
     summary = training["summary"]
+    powers = f"; powers `{recipe['p_schedule']}`" if recipe.get("p_schedule") else ""
     text = f"""---
 library_name: lssar
 pipeline_tag: text-generation
@@ -279,7 +280,7 @@ tokenizer = AutoTokenizer.from_pretrained("models/{release.name}")
 - Data: {release.data}
 - Command: `{training["command"]}`, then `python models/make.py` exports, evaluates and writes this card.
 - {steps_text(summary["steps"], recipe["steps"])} of {recipe["batch_tokens"]:,} tokens ({summary["tokens"] / 1e6:.1f}M),
-  {recipe["optimiser"]}, learning rate {recipe["lr"]:g}, seed {recipe["seed"]}; powers `{recipe.get("p_schedule")}`.
+  {recipe["optimiser"]}, learning rate {recipe["lr"]:g}, seed {recipe["seed"]}{powers}.
 - {machine}, torch {about["torch"]}, commit {about["commit"]}, {about["date"]};
   {summary["tokens_per_s"]:,.0f} tokens/s (median).
 - Held-out loss at the end of training: {summary["val_loss"]:.3f} nats a token. Weights are released in bfloat16;
@@ -316,7 +317,7 @@ def length_card(folder: Path) -> str:
     times = [f"{p['length'] / curves[0]['train_length']:g}x" for p in points]
     return "\n".join([
         "Held-out loss, nats a token, of the same text cut into chunks of each length "
-        f"({points[0]['pieces']} pieces of {points[-1]['length']:,} tokens):",
+        f"({points[0]['pieces']} x {points[-1]['length']:,} tokens):",
         "",
         f"| {' | '.join(times)} |",
         f"|{'---|' * len(points)}",

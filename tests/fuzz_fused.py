@@ -235,7 +235,9 @@ def run_hidden(case: Case) -> list[str]:
     unseen = rows != at if which == 0 else rows < at
     for name, a, b in zip(("o", "dq"), got, clean):
         a, b = a[0, : case.group], b[0, : case.group]
-        if not torch.allclose(a[:, unseen].double(), b[:, unseen].double(), rtol=1e-2, atol=1e-2 * size(b)):
+        # Rows that see the infinity do not count for whether their block is steep: others may take the shorter forms.
+        near = (1e-2 if name == "o" else 4e-2) * size(b)
+        if not torch.allclose(a[:, unseen].double(), b[:, unseen].double(), rtol=1e-2, atol=near):
             problems.append(f"{name} of rows that do not see the {bad} at {at} of {'qkv'[which]} changes")
     seen = got[0][0, : 1 if which == 0 else case.group][:, ~unseen]
     if seen.isfinite().all(-1).any():
