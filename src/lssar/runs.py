@@ -19,7 +19,7 @@ from lssar.data.tokenizers import Tokenizer, load_tokenizer
 from lssar.model import GPT
 from lssar.records import read_json
 from lssar.training import checkpoints
-from lssar.training.recipes import Recipe, read_recipe
+from lssar.training.recipes import Recipe, read_recipe, recipe_in
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,7 @@ EXPORT = "export.json"
 def read_export(folder: Path) -> Recipe:
     """The recipe of the run that `lssar export` wrote into the folder."""
     path = folder / EXPORT
-    fields = read_json(path, dict).get("recipe")
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: no recipe in it; not written by `lssar export`, or damaged")
-    try:
-        return Recipe.from_dict(fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    return recipe_in(read_json(path, dict), path, "not written by `lssar export`")
 
 
 class ExportedRun(Run):

@@ -303,9 +303,14 @@ def read_recipe(folder: Path) -> Recipe:
     path = folder / CONFIG
     if not path.exists():
         raise FileNotFoundError(f"{folder} is no run folder: it has no {CONFIG}")
-    fields = read_sealed_json(path).get("recipe")
+    return recipe_in(read_sealed_json(path), path, f"not the {CONFIG} of a run")
+
+
+def recipe_in(record: dict[str, Any], path: Path, otherwise: str) -> Recipe:
+    """The recipe in the JSON object of a file; `otherwise` says in the error what a file without one is."""
+    fields = record.get("recipe")
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}: no recipe in it; not the {CONFIG} of a run, or damaged")
+        raise ValueError(f"{path}: no recipe in it; {otherwise}, or damaged")
     try:
         return Recipe.from_dict(fields)
     except (TypeError, ValueError) as error:
