@@ -84,18 +84,35 @@ def fuzz_table(results: list[dict]) -> str:
     return markdown_table(["machine", "cases drawn", "run", "failures"], rows)
 
 
-def attack_table(kills: dict, corruption: dict) -> str:
-    """Counts of the kill loop and the corruption matrix."""
+def attack_table(*results: dict) -> str:
+    """Counts of the kill loops and the corruption matrices."""
+    rows = [row for result in results for row in _attack_rows(result)]
+    return markdown_table(["attack", "cases", "outcome"], rows) + "".join(
+        f"\n`{result['command'].strip()}`: {_machine(result['environment'])}.\n" for result in results
+    )
+
+
+def _attack_rows(result: dict) -> list[list[str]]:
+    """Rows of one file of `python -m tests.attack`."""
+    if "outcomes" in result:
+        sharded = any("shard-" in row["file"] for row in result["rows"])
+        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(result["outcomes"].items()))
+        return [["damaged files" + (" of a sharded checkpoint" * sharded), f"{result['cases']} cases", outcomes]]
+    if "moves" in result:
+        moved = ", ".join(sorted(move for move in result["moves"] if len({*move.split(" to ")}) == 2))
+        outcome = (
+            f"{result['finished_runs']} finished; the others ended within {result['longest_end']:.1f} s, with a "
+            f"message; losses as in the uninterrupted run to {result['largest_difference']:.0e}; "
+            f"moved between processes: {moved}"
+        )
+        cases = f"{result['kills']} kills, {result['in_a_save']} during a save"
+        return [["kill -9: one process of 1, 2 or 4, fsdp, float64", cases, outcome]]
     whole = "{} finished, all equal to the uninterrupted one to the bit; nothing lost"
     rows = []
-    for part in kills["training"] + kills["preparation"]:
+    for part in result["training"] + result["preparation"]:
         name = f"training, {part['victim']}" if "victim" in part else f"data preparation, {part['workers']} worker(s)"
         rows.append([f"kill -9: {name}", f"{part['kills']} kills", whole.format(part["finished_runs"])])
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(corruption["outcomes"].items()))
-    rows.append(["damaged files", f"{corruption['cases']} cases", outcomes])
-    return markdown_table(["attack", "cases", "outcome"], rows) + "".join(
-        f"\n`{result['command'].strip()}`: {_machine(result['environment'])}.\n" for result in (kills, corruption)
-    )
+    return rows
 
 
 FAR = ("1", "64", "512")
