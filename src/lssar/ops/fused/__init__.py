@@ -257,7 +257,7 @@ def scaled_unit(x: Tensor, scale: float, log_n: bool, first_n: int, step: int) -
 
     Row i sees n = first_n + step * i keys. D is at most 256, the last stride 1.
     """
-    from lssar.ops.fused.unit import unit_op
+    from lssar.ops.fused.scaled_unit_op import unit_op
 
     if x.shape[0] > LARGEST_BATCH:
         return torch.cat([unit_op(part, scale, log_n, first_n, step) for part in x.split(LARGEST_BATCH)])

@@ -64,7 +64,16 @@ def test_sdpa_uses_it(causal, queries, monkeypatch):
 
 
 def test_operator_is_well_formed():
-    from lssar.ops.fused.unit import unit_op
+    from lssar.ops.fused.scaled_unit_op import unit_op
 
     x = torch.randn(1, 2, 5, 16, device=DEVICE, requires_grad=True)
     torch.library.opcheck(unit_op, (x, 2.0, True, 1, 1))
+
+
+def test_names_of_modules_hide_no_functions():
+    """A submodule becomes an attribute of its package when it is imported, in place of a function of that name."""
+    import pkgutil
+
+    modules = {module.name for module in pkgutil.iter_modules(fused.__path__)}
+    taken = {name for name in modules if callable(vars(fused).get(name))}
+    assert not taken
