@@ -19,9 +19,13 @@ import time
 NUMERIC = (
     "tests/test_adversarial.py",
     "tests/test_attention.py",
+    "tests/test_containment.py",
+    "tests/test_context.py",
+    "tests/test_functional.py",
     "tests/test_model.py",
     "tests/test_nn.py",
     "tests/test_properties.py",
+    "tests/test_testing.py",
     "tests/ops",
 )
 """Tests that compare floating-point results."""
