@@ -108,3 +108,16 @@ def test_every_spec_stays_finite_at_the_ends_of_the_range(name, dtype, impl):
             outputs = with_gradients(lambda *x: lssar.attention(*x, name, impl=impl), (q, k, v), grad)
             assert all(x.isfinite().all() for x in outputs), (sq, sk, sv, do)
         assert lssar.attention(q, k, v, name, impl=impl, return_weights=True)[1].isfinite().all(), (sq, sk, sv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["sigmoid_n_l1", "l1_softplus", "l1_gelu"])
+def test_gradients_are_finite_where_all_activations_of_a_row_vanish(name, dtype):
+    """Activations fall as exp(s): the derivative of a share of their sum, 1 / sum, must not overflow."""
+    q = torch.tensor([-8.0, -30, -60, -80, -90, -300, -600, -700], dtype=dtype)[None, None, :, None]
+    k, v = torch.tensor([[[[1.0], [1.01]]]], dtype=dtype), torch.tensor([[[[1000.0], [-500]]]], dtype=dtype)
+    for impl in ("reference", "tiled"):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = lssar.attention(*inputs, name, causal=False, impl=impl)
+        grads = torch.autograd.grad(o.sum(), inputs)
+        assert all(x.isfinite().all() for x in (o, *grads)), impl

@@ -144,6 +144,22 @@ def extreme(*tensors: Tensor) -> bool:
     return False
 
 
+def may_vanish(q: Tensor, k: Tensor, spec: AttentionSpec, gain: Tensor | None) -> bool:
+    """Whether all activations of a row could be so small that the gradients of their shares overflow float32.
+
+    Softplus, sigmoid and the like fall as exp(s) for scores s < 0, and a share of their sum has a derivative of up to
+    1 / sum, here more than exp(60). With exp the largest activation is taken out before.
+    """
+    if spec.activation == "exp" or (spec.divisor != "l1" and spec.p is None) or q.numel() == 0 or k.numel() == 0:
+        return False
+    factor = float(score_factor(torch.tensor(float(k.shape[2])), q.shape[-1], spec))
+    if gain is not None:
+        factor *= float(gain.detach().abs().amax())
+    if not spec.cosine:
+        factor *= float(q.detach().float().norm(dim=-1).amax()) * float(k.detach().float().norm(dim=-1).amax())
+    return factor > 60
+
+
 def limit_rows(x: Tensor) -> Tensor:
     """Float64, rows scaled down to WIDE_LIMIT where they exceed it: the scores of such a row saturate anyway."""
     x = x.double()

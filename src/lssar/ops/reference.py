@@ -24,6 +24,7 @@ from lssar.ops.numerics import (
     limit_heads,
     limit_rows,
     may_branch,
+    may_vanish,
     narrow,
     per_query_head,
     saturate,
@@ -50,9 +51,9 @@ ACTIVATIONS = {
 
 
 def l1(a: Tensor) -> Tensor:
-    """a / sum |a|; a row of zeros stays zero, with zero gradient."""
+    """a / sum |a|; a row of zeros, or of numbers whose reciprocals are near overflow, is zero with zero gradient."""
     total = a.abs().sum(-1, keepdim=True)
-    return a / total.masked_fill(total == 0, torch.inf)
+    return a / total.masked_fill(total < torch.finfo(a.dtype).tiny ** 0.75, torch.inf)
 
 
 def scores(q: Tensor, k: Tensor, factor: Tensor, n: Tensor, spec: AttentionSpec) -> Tensor:
@@ -153,7 +154,7 @@ def _any_range(
     dtype, working = q.dtype, working_dtype(q.dtype)
     numbers: dict[str, Any] = {"gain": gain, "threshold": threshold}
     o, w = reference_attention(widen(q, working), widen(k, working), widen(v, working), visible, spec, **numbers)
-    if not may_branch(q, k, v) or (finite(o, w) and not extreme(q, k, v)):
+    if not may_branch(q, k, v) or (finite(o, w) and not extreme(q, k, v) and not may_vanish(q, k, spec, gain)):
         return saturate(o, dtype), saturate(w, dtype)
     q, k, v = (widen(x, torch.float64, from_finite=True) for x in (q, k, v))
     v, scale = limit_heads(v, v.shape[1])
