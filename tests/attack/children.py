@@ -17,12 +17,17 @@ TRACEBACK = 70
 """Exit status of a child whose error was not one for users."""
 
 
+ENDED: dict[int, int] = {}
+"""Exit statuses of processes that have ended, by process id; negative for signals."""
+
+
 def fork(act: Callable[[], None], output: Path, environment: dict[str, str] | None = None) -> int:
     """Run `act` in a forked process with its output in a file; returns its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
+        ENDED.pop(pid, None)
         return pid
     status = 0
     try:
@@ -58,24 +63,24 @@ def fork_ranks(act: Callable[[], None], output: Path, size: int) -> list[int]:
 
 
 def wait(pids: Sequence[int], seconds: float) -> list[int] | None:
-    """Exit statuses, negative for signals; None if a process still runs after so many seconds."""
-    ends: dict[int, int] = {}
+    """Exit statuses, negative for signals; None if a process still runs after so many seconds. May be called again."""
     limit = time.monotonic() + seconds
-    while len(ends) < len(pids):
+    while True:
         for pid in pids:
-            if pid not in ends:
+            if pid not in ENDED:
                 found, status = os.waitpid(pid, os.WNOHANG)
                 if found:
-                    ends[pid] = os.waitstatus_to_exitcode(status)
-        if len(ends) < len(pids):
-            if time.monotonic() > limit:
-                return None
-            time.sleep(0.005)
-    return [ends[pid] for pid in pids]
+                    ENDED[pid] = os.waitstatus_to_exitcode(status)
+        if all(pid in ENDED for pid in pids):
+            return [ENDED[pid] for pid in pids]
+        if time.monotonic() > limit:
+            return None
+        time.sleep(0.005)
 
 
 def kill(pids: Sequence[int]) -> None:
     """SIGKILL to each process, which are their own groups, so workers go too."""
+    pids = [pid for pid in pids if pid not in ENDED]
     for pid in pids:
         for send in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):

@@ -20,7 +20,7 @@ import numpy as np
 from lssar.training import checkpoints, train
 from lssar.training.metrics import read_metrics
 from lssar.training.recipes import Recipe
-from tests.attack.children import fork_ranks, kill, wait
+from tests.attack.children import ENDED, fork_ranks, kill, wait
 from tests.attack.kills import PATIENCE, Lost, still_safe
 from tests.training.counting import tiny, write_counting
 
@@ -86,33 +86,51 @@ def kill_one_process(kills: int, folder: Path, seed: int = 0) -> dict[str, Any]:
 
 def _run_and_kill(pids: list[int], run: Path, log: Path, rng: random.Random | None, counts: dict[str, Any]) -> bool:
     """Whether the processes finished; otherwise one of them has been killed, and the others have ended."""
-    path = run / "metrics.jsonl"
-    size = path.stat().st_size if path.exists() else 0
-    limit = time.monotonic() + PATIENCE
-    while time.monotonic() < limit and not (path.exists() and path.stat().st_size > size):  # until a step is made
-        if wait(pids, 0.0) is not None:
-            break
-        time.sleep(0.005)
+    before = _written(run)
+    _until(lambda: _written(run) != before or wait(pids, 0.0) is not None, PATIENCE)  # training begins
     ends = wait(pids, PATIENCE if rng is None else rng.uniform(0.0, 1.5))
-    if ends is None and rng is not None:
+    if ends is None and any(pid in ENDED for pid in pids):  # they are finishing
+        ends = wait(pids, PATIENCE)
+    finished = checkpoints.folder(run, STEPS)
+    if ends is None and rng is not None and not finished.exists():
         victim = rng.randrange(len(pids))
+        if rng.random() < 0.7:
+            _until(lambda: any((run / "checkpoints").glob(".step-*")), 1.0)
+            time.sleep(rng.uniform(0.0, 0.005))
         os.kill(pids[victim], signal.SIGKILL)
         at = time.monotonic()
         counts["in_a_save"] += any((run / "checkpoints").glob(".step-*"))
+        counts["kills"] += 1
         ends = wait(pids, LIMIT)
+        counts["longest_end"] = round(max(counts["longest_end"], time.monotonic() - at), 2)
         if ends is None:
             kill(pids)
             raise Lost(f"{len(pids)} processes, {victim} killed: the others did not end: {log.read_text()[-2000:]}")
-        counts["longest_end"] = round(max(counts["longest_end"], time.monotonic() - at), 2)
-        counts["kills"] += 1
+        others = [(number, end) for number, end in enumerate(ends) if number != victim]
+        if others and not any(end for _, end in others) and finished.exists():
+            return True  # it was killed after the last step
         said = log.read_text()
-        for number, end in enumerate(ends):
-            if number != victim and (end != 1 or f"error: process {number} lost the connection" not in said):
-                raise Lost(f"process {number} ended with {end}: {said[-2000:]}")
+        for number, end in others:
+            if end != 1 or f"error: process {number} lost the connection" not in said:
+                raise Lost(f"process {victim} was killed, and {number} ended with {end}: {said[-2000:]}")
         return False
+    ends = wait(pids, PATIENCE)
     if ends is None or any(ends):
         kill(pids)
         raise Lost(f"{len(pids)} processes ended with {ends}: {log.read_text()[-2000:]}")
-    if checkpoints.latest(run) != checkpoints.folder(run, STEPS):
+    if not finished.exists():
         raise Lost(f"{run}: no checkpoint of the last step")
     return True
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return when the condition holds, or after so many seconds."""
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.0005)
+
+
+def _written(run: Path) -> tuple[int, int] | None:
+    """Changes when metrics are written."""
+    path = run / "metrics.jsonl"
+    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

@@ -98,8 +98,8 @@ def names(path: Path) -> list[str]:
 
 
 def test_a_run_moves_between_numbers_of_processes(shards, tmp_path):
-    """And between kinds of checkpoints; the losses are those of one process."""
-    whole = trained(1, recipe_of(shards), tmp_path / "whole")
+    """And between kinds of checkpoints; the losses are those of one process. SSMax has two numbers a layer."""
+    whole = trained(1, recipe_of(shards, attention="ssmax", heads=2), tmp_path / "whole")
     run = tmp_path / "run"
     for size, changes, plain in (
         (1, {}, True),
@@ -110,7 +110,7 @@ def test_a_run_moves_between_numbers_of_processes(shards, tmp_path):
         (1, {}, True),
     ):
         step = len(losses(run)) + 2 if run.exists() else 2
-        trained(size, recipe_of(shards, **changes), run, stop_at=step)
+        trained(size, recipe_of(shards, attention="ssmax", heads=2, **changes), run, stop_at=step)
         newest = checkpoints.latest(run)
         assert checkpoints.step_of(newest) == step
         assert (checkpoints.MODEL in names(newest)) == plain
