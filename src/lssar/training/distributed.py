@@ -36,7 +36,8 @@ class Processes:
         if self.size % self.context:
             raise ValueError(
                 f"context_parallel {self.context} needs a multiple of {self.context} processes; there are {self.size}. "
-                f"Start them with `torchrun --nproc-per-node {self.context} -m lssar.cli train ...`"
+                f"Start them with `torchrun --nproc-per-node {self.context} -m lssar.cli train ...`, or give another "
+                "--context-parallel"
             )
 
     @property
