@@ -47,6 +47,14 @@ def tests(name: str, seconds: int, words: str) -> Job:
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
 JOBS = (
+    tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
+    Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
+    Job("mixed-decode", "benchmarks/mixed_model.py decode --out OUT/CARD-mixed-decode.json", 60),
+    Job("window-lab", "benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512 --no-flex", 150),
+    bench(
+        "window", 240, "--contestants flex:softmax fused:softmax fused:cosine_softmax fused:lssar --lengths 1024 8192 "
+        "--head-sizes 64 128 --windows 128 512 --tokens 65536 --heads 16 --modes forward both --budget 0.2",
+    ),
     bench(
         "flex", 200, "--contestants flex:softmax flex:lssa flex:lssar fused:lssar fused:lssa cudnn:softmax "
         "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
