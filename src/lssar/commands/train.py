@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from lssar.commands.common import TrainingProgress, UsageError, field_docs, say
+from lssar.commands.common import TrainingProgress, UsageError, console, field_docs, print_json, say
 from lssar.data.folder import DataFolder, find_data
 from lssar.records import warn
 from lssar.runs import run_label
@@ -28,6 +28,22 @@ NOT_IN_RECIPE = ("out", "stop_after", "log")
 """Flags of `lssar train` that are not part of the recipe."""
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """Flags of the dry run."""
+
+    dry_run: bool = False
+    """Print parameters, memory of a process, communication, expected speed and cost, and train nothing."""
+    processes: int = 1
+    """Of the dry run: processes, one a card; --context-parallel of them share each sequence."""
+    card: str = "h200"
+    """Of the dry run: h200, h100, a100, b200 or cpu."""
+    price: float | None = None
+    """Of the dry run: US dollars for an hour of one card; what we take one to cost, if not given."""
+    json: bool = False
+    """Print the dry run as JSON."""
+
+
 @dataclass
 class Train:
     """Train a model from a recipe, or resume a run."""
@@ -36,6 +52,7 @@ class Train:
     out: Path
     stop_after: float | None = None
     log: tuple[Logger, ...] = ()
+    dry: DryRun = DryRun()
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Train:
@@ -59,10 +76,14 @@ class Train:
         )  # fmt: skip
         values = {key: value for section in vars(flags).values() for key, value in vars(section).items()}
         out, stop_after, log = (values.pop(name) for name in NOT_IN_RECIPE)
+        dry = DryRun(**{field.name: values.pop(field.name) for field in dataclasses.fields(DryRun)})
         recipe = Recipe(**values)
-        return cls(recipe, out or Path("runs") / _folder(name, recipe), stop_after, log)
+        return cls(recipe, out or Path("runs") / _folder(name, recipe), stop_after, log, dry)
 
     def run(self) -> None:
+        if self.dry.dry_run:
+            self._plan()
+            return
         from lssar.training.loop import train
 
         main = int(os.environ.get("RANK", 0)) == 0
@@ -84,6 +105,15 @@ class Train:
                 raise KeyboardInterrupt  # a signal, which the training loop has answered with a checkpoint
             if main:
                 say("the same command resumes")
+
+    def _plan(self) -> None:
+        from lssar.training.plan import describe, plan
+
+        made = plan(self.recipe, self.dry.processes, self.dry.card, self.dry.price)
+        if self.dry.json:
+            print_json(made.to_dict())
+        else:
+            say(describe(made, console.width))
 
 
 def usage() -> str:
@@ -107,7 +137,8 @@ def sections() -> dict[str, list[str]]:
         if field.name in SECTIONS:
             names = grouped.setdefault(SECTIONS[field.name], [])
         names.append(field.name)
-    return {**grouped, "run": [*NOT_IN_RECIPE, *grouped["run"]]}
+    dry = [field.name for field in dataclasses.fields(DryRun)]
+    return {**grouped, "run": [*NOT_IN_RECIPE, *grouped["run"]], "dry run": dry}
 
 
 def _folder(name: str, recipe: Recipe) -> str:
@@ -122,14 +153,14 @@ def _folder(name: str, recipe: Recipe) -> str:
 def flags_for(recipe: Recipe, out: Path | None) -> Any:
     """A dataclass with one dataclass of flags for each section, whose defaults are the recipe's values."""
     hints, helps = get_type_hints(Recipe, include_extras=True), field_docs(Recipe)
-    hints |= {"out": Path | None, "stop_after": float | None, "log": tuple[Logger, ...]}
-    helps |= {
+    hints |= {"out": Path | None, "stop_after": float | None, "log": tuple[Logger, ...], **get_type_hints(DryRun)}
+    helps |= field_docs(DryRun) | {
         "out": "Run folder; runs/RECIPE-ATTENTION-SEED, if not given. A run that is there already is resumed.",
         "stop_after": "Seconds after which to save and stop; the same command resumes.",
         "log": "Where to send the metrics besides metrics.jsonl: tensorboard, wandb (each needs its package).",
     }
     defaults = {"out": out, "stop_after": None, "log": ()} | {
-        f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)
+        f.name: getattr(value, f.name) for value in (recipe, DryRun()) for f in dataclasses.fields(value)
     }
     made = []
     for section, names in sections().items():
@@ -137,6 +168,6 @@ def flags_for(recipe: Recipe, out: Path | None) -> Any:
             (name, Annotated[hints[name], tyro.conf.arg(help=helps.get(name))], dataclasses.field(default=value))
             for name, value in ((name, defaults[name]) for name in names)
         ]
-        kind = dataclasses.make_dataclass(f"{section.title()}Flags", fields, frozen=True)
-        made.append((section, kind, dataclasses.field(default=kind())))
+        kind = dataclasses.make_dataclass(f"{section.title().replace(' ', '')}Flags", fields, frozen=True)
+        made.append((section.replace(" ", "_"), kind, dataclasses.field(default=kind())))
     return dataclasses.make_dataclass("TrainFlags", made)
