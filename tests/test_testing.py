@@ -75,6 +75,7 @@ def test_single_results():
     q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
     o = lssar.attention(q, k, v, "lssa", window=4)
     assert_close_to_reference(o, q, k, v, "lssa", window=4)
+    assert_close_to_reference(lssar.attention(q, k, v, "ssmax"), q, k, v, "ssmax")  # with its initial head_scale
     with pytest.raises(AssertionError, match=r"here: .* error of o"):
         assert_close_to_reference(o + torch.eye(20, 16) * 1e-3, q, k, v, "lssa", window=4, note="here")
     with pytest.raises(AssertionError, match="o is not finite"):

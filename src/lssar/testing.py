@@ -143,6 +143,7 @@ def assert_close_to_reference(
     `do` is the gradient of the output, needed where gradients are given; `options` as `lssar.attention` has them.
     """
     spec, got = spec_of(spec), (got,) if isinstance(got, Tensor) else got
+    q, k, v = q.detach(), k.detach(), v.detach()
     if len(got) not in (1, 4) or (len(got) == 4 and do is None):
         raise ValueError("give the output, or (o, dq, dk, dv) and do")
     run = lambda dtype, q, k, v: _eager(q, k, v, spec, dtype, do, len(got) == 4, options)  # noqa: E731
@@ -181,7 +182,8 @@ def _eager(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The reference's arithmetic in one dtype throughout."""
     see = visibility(q.shape[2], k.shape[2], q.device, **{"causal": True, **options}).dense(k.shape[2])
-    f = lambda q, k, v: reference_attention(q.to(dtype), k.to(dtype), v.to(dtype), see, spec)[0]  # noqa: E731
+    gain = None if spec.head_scale is None else q.new_full((q.shape[1],), spec.head_scale, dtype=torch.float64)
+    f = lambda q, k, v: reference_attention(q.to(dtype), k.to(dtype), v.to(dtype), see, spec, gain=gain)[0]  # noqa: E731
     if not gradients:
         return (f(q, k, v),)
     assert do is not None
