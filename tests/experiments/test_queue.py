@@ -116,14 +116,14 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
         deadline=time.time() + 90, whole_arms=True,
     )  # fmt: skip
     let_arms_take_100_seconds(monkeypatch)
-    begun = []
-    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: begun.append(arm))
+    started = []
+    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: started.append(arm))
     runner._work(queue, runner.quietly, print, workers=2)
-    assert len(begun) == 4
-    begun.clear()
+    assert len(started) == 4
+    started.clear()
     with hold(scale.runs / arms[-1].key, "working on an arm", runner.ARM_LOCK):
         runner._work(queue, runner.quietly, print, workers=2)
-    assert begun == [arms[0]]
+    assert started == [arms[0]]
 
 
 def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):

@@ -167,11 +167,11 @@ def test_command(run, tmp_path, capsys):
 def test_bad_input_gets_one_line(case, words, run, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "x.html"
     text.write_text("" if case == "empty" else TEXT if case != "too long" else "x" * 3_000_000)
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "config.json").write_text((run / "config.json").read_text())
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "config.json").write_text((run / "config.json").read_text())
     if case == "exists":
         out.write_text("mine")
-    folder = {"no run": tmp_path, "no checkpoint": tmp_path / "begun"}.get(case, run)
+    folder = {"no run": tmp_path, "no checkpoint": tmp_path / "started"}.get(case, run)
     arguments = {
         "no text": [], "missing text": ["--text", str(tmp_path / "no.txt")],
         "too long": ["--text", str(text), "--tokens", "3000000"], "three": [str(run), str(run), "--text", str(text)],
