@@ -72,7 +72,7 @@ def verdict_counts(claims: list[dict]) -> str:
     verdicts = {"holds": "hold", "holds in part": "hold in part", "does not hold": "do not hold"}
     verdicts["not tested"] = "cannot be decided with these models"
     counts = [(sum(c["verdict"] == verdict for c in claims), words) for verdict, words in verdicts.items()]
-    return f"{', '.join(f'{count} {words}' for count, words in counts if count)}, of {len(claims)}.\n"
+    return f"Of {len(claims)}, {', '.join(f'{count} {words}' for count, words in counts if count)}.\n"
 
 
 def fuzz_table(results: list[dict]) -> str:
