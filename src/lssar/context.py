@@ -111,7 +111,7 @@ class Context:
         received = self._all_to_all(sent)  # rows in the order of the sequence
         q, k, v = _plain(received.permute(1, 2, 0, 3)).split(sizes, 1)
         o = attend(q, k, v, groups=shares[self.rank].groups, **view)
-        received = self._all_to_all(o.permute(2, 0, 1, 3).contiguous())
+        received = self._all_to_all(o.permute(2, 0, 1, 3))
         o = _plain(received.unflatten(0, (N, rows)).permute(2, 1, 0, 3, 4)).flatten(2, 3).transpose(1, 2)
         return _arrange(o, [share.heads for share in shares], back=True)
 
@@ -139,7 +139,7 @@ class Context:
         self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, groups: Sequence[HeadGroup], cu_seqlens: Tensor | None
     ) -> Tensor:
         rows, half, partner = q.shape[2], q.shape[2] // 2, self.size - 1 - self.rank
-        own = torch.cat([k, v], 1).permute(2, 0, 1, 3).contiguous()
+        own = torch.cat([k, v], 1).permute(2, 0, 1, 3)
         k, v = _plain(self._all_gather(own).permute(1, 2, 0, 3)).chunk(2, 1)
 
         def part(q: Tensor, end: int) -> Tensor:
@@ -161,19 +161,19 @@ class Context:
     def _swap(self, x: Tensor, partner: int) -> Tensor:
         """Rows (B, H, rows, D) of the partner, which gets ours."""
         rows = [x.shape[2] if process == partner else 0 for process in range(self.size)]
-        return _plain(self._all_to_all(x.permute(2, 0, 1, 3).contiguous(), rows, rows).permute(1, 2, 0, 3))
+        return _plain(self._all_to_all(x.permute(2, 0, 1, 3), rows, rows).permute(1, 2, 0, 3))
 
     def _all_to_all(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        return all_to_all_single_autograd(x, received, sent, self.group)
+        return all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
 
     def _all_gather(self, x: Tensor) -> Tensor:
         from torch.distributed import _functional_collectives as collectives
 
         names = ("all_gather_single_autograd", "all_gather_tensor_autograd")  # the second until torch 2.12
         gather = next(getattr(collectives, name) for name in names if hasattr(collectives, name))
-        return gather(x, 0, self.group)
+        return gather(x.contiguous(), 0, self.group)
 
 
 @dataclass(frozen=True)
