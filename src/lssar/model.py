@@ -260,8 +260,8 @@ class Cache:
 
     def key_lengths(self, at: Tensor, batch: int) -> dict[int, Tensor]:
         """Slots in use (B,) after token `at` (1,) of a layer that keeps as many tokens as the key says."""
-        seen = (at + 1).to(torch.int32).expand(batch)
-        return {size: seen.clamp(max=size) for size in {layer.size for layer in self.layers}}
+        by_size = {layer.size: layer for layer in self.layers}
+        return {size: layer.in_use(at, batch) for size, layer in by_size.items()}
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` tokens. ValueError if a layer with a window no longer has them."""

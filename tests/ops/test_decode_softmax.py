@@ -142,6 +142,20 @@ def test_decode_steps_equal_a_full_forward(layout, changes):
         step(ids[:, :1])
 
 
+@pytest.mark.parametrize("layer", ["softmax@4", "lssar", "cosine_softmax@20/none"])
+def test_decode_steps_of_a_single_layer(layer):
+    torch.manual_seed(0)
+    embed, layer = torch.nn.Embedding(11, 32).to(DEVICE), lssar.nn.Attention(32, 2, layer).to(DEVICE)
+    ids = torch.randint(11, (2, 12), device=DEVICE)
+    with torch.no_grad():
+        full = layer(embed(ids))
+        cache = layer.new_cache(12)
+        layer(embed(ids[:, :2]), cache=cache)
+    step = DecodeStep(lambda x: layer(embed(x), cache=cache)[:, -1], [cache])
+    for i in range(2, 12):
+        torch.testing.assert_close(step(ids[:, i : i + 1]), full[:, i], atol=2e-5, rtol=1e-4)
+
+
 def test_decode_steps_say_what_they_need():
     model = GPT(model_config("tiny", attention=lssar.spec("softmax"), position="alibi"))
     cache = model.new_cache(4)

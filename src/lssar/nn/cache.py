@@ -70,6 +70,10 @@ class LayerCache:
             kept[:, :, slots] = x[:, :, added - stay :]
         return seen or tuple(self.tensors)
 
+    def in_use(self, at: Tensor, batch: int) -> Tensor:
+        """Slots in use (B,) int32 after token `at` (1,)."""
+        return (at + 1).to(torch.int32).expand(batch).clamp(max=self.size)
+
     def _append_one(self, at: Tensor, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Add one token at position `at` and return all slots, of which the first min(at + 1, size) are in use."""
         for kept, x in zip(self.tensors, new):

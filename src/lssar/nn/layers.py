@@ -100,11 +100,14 @@ class Attention(Mechanisms, nn.Module):
     def positions(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Positions:
         """Positions of the tokens x (B, L, W), which follow those of the cache; for a layer used on its own."""
         shape = self.project.config
-        at = token_positions(x.shape[1], x.device, 0 if cache is None else cache.length, cu_seqlens)
+        start = 0 if cache is None else cache.length if cache.at is None else cache.at
+        at = token_positions(x.shape[1], x.device, start, cu_seqlens)
+        in_use = None if cache is None or cache.at is None else {cache.size: cache.in_use(cache.at, x.shape[0])}
         return Positions(
             angles=rotary_angles(at, shape.head_size, self.rope_base) if self.position == "rope" else None,
             slopes=alibi_slopes(shape.heads, x.device) if self.position == "alibi" else None,
             cu_seqlens=cu_seqlens,
+            key_lengths=in_use,
         )
 
     def forward(
