@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.ops import fused
-from lssar.ops.numerics import in_range, may_branch, scale_factor, score_factor, unit
+from lssar.ops.numerics import in_range, scale_factor, score_factor, unit
 from lssar.specs import AttentionSpec
 
 MOST_MASKED = 2**24
@@ -36,9 +36,10 @@ def why_not(
 
 
 def fused_unit(q: Tensor, k: Tensor) -> bool:
-    """Whether a kernel of ours normalises q and k."""
-    usable = fused.HAS_TRITON and q.is_cuda and q.shape[-1] <= fused.HEAD_SIZES[1] and may_branch(q, k)
-    return usable and q.stride(-1) == k.stride(-1) == 1
+    """Whether a kernel of ours normalises q and k; the transforms of torch.func go through PyTorch's operations."""
+    usable = fused.HAS_TRITON and q.is_cuda and q.shape[-1] <= fused.HEAD_SIZES[1]
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return usable and not transformed and q.stride(-1) == k.stride(-1) == 1
 
 
 def sdpa_attention(
