@@ -206,16 +206,15 @@ def test_rows_that_see_nothing_and_needles():
     q, k, v = (x.to(DEVICE) for x in qkv(B=2, Lq=8, Lk=8, D=16, dtype=torch.float32, grad=False))
     k[1, :, 3] *= 100  # scores far beyond exp's range
     lengths = torch.tensor([0, 8], device=DEVICE)
-    for name in ("softmax", "l1_relu", "sigmoid"):
-        call = lambda *x: fused.activation_attention(*x, lssar.spec(name), causal=True, key_lengths=lengths)  # noqa: B023, E731
-        ours = with_gradients(call, (q, k, v), torch.ones_like(q))
-        exact = with_gradients(
-            lambda *x: eager(*x, name, torch.float64, key_lengths=lengths),  # noqa: B023
-            (q, k, v), torch.ones_like(q),
-        )  # fmt: skip
-        for a, b in zip(ours, exact):
-            assert not a[0].any()
-            torch.testing.assert_close(a.double(), b.double(), rtol=1e-4, atol=1e-4)
+    inputs, do = (q, k, v), torch.ones_like(q)
+    for spec in map(lssar.spec, ("softmax", "l1_relu", "sigmoid")):
+        call = lambda *x: fused.activation_attention(*x, spec, causal=True, key_lengths=lengths)  # noqa: B023, E731
+        ours = with_gradients(call, inputs, do)
+        exact = with_gradients(lambda *x: eager(*x, spec, torch.float64, key_lengths=lengths), inputs, do)  # noqa: B023
+        assert not any(x[0].any() for x in ours)
+        runs = eager_runs(inputs, do, spec, torch.float32, exact, key_lengths=lengths)
+        floor = cancellation_floor(*(x[1:] for x in (*inputs, do)), spec) if spec.divisor == "l1" else (0.0,) * 4
+        assert_within_twice_eager(ours, runs, exact, EPS[torch.float32], spec.name, floor)
 
 
 def test_which_mechanisms(monkeypatch):
