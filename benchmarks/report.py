@@ -5,7 +5,7 @@ modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `l
 of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
 `python -m tests.attack`, `fuzz` that of the fuzzers. `ratios COMMIT` makes one of the lines that
 `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` counts the claims that
-`lssar reproduce report` decided.
+`lssar reproduce report` decided; `scale plan|parts|steps|memory|models` those of `benchmarks/scale.py`.
 `python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def table(paths: list[Path], words: list[str]) -> str:
         return far_table(results[0])
     if words == ["speed"]:
         return speed_table(results)
+    if words[0] == "scale":
+        return SCALE_TABLES[words[1]](results[0])
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -270,6 +273,87 @@ def _shown(value: float) -> str:
 
 def _obstacle(row: dict) -> str:
     return next((f"{key}: {row[key]}" for key in ("unavailable", "incorrect", "failed") if key in row), "-")
+
+
+def scale_plan_table(result: dict) -> str:
+    """The 1B run on several numbers of cards."""
+    rows = [
+        [
+            f"{p['mesh']['data'] * p['mesh']['context']} x {p['card'].upper()}", f"`{p['attention']}`",
+            f"{p['micro_steps']} x {p['micro_batch'][0]}", f"{p['peak_gib']:.0f}",
+            f"{sum(p['communication'].values()):.0f}", f"{p['step_s']:.2f}", f"{p['tokens_per_s'] / 1e3:,.0f}K",
+            f"{p['steps'] * p['step_s'] / 86400:.1f}", f"{p['gpu_hours']:,.0f}", f"{p['cost']:,.0f}",
+        ]
+        for p in result["plans"]
+        if p["card"] == "h200"  # of others no kernels were timed
+    ]  # fmt: skip
+    head = ["", "global layers", "micro-batches x sequences", "memory a card, GiB", "received a step, GB", "step, s",
+            "tokens/s", "days", "GPU hours", "US$"]  # fmt: skip
+    return markdown_table(head, rows) + f"\n{_command(result)}"
+
+
+def scale_parts_table(result: dict) -> str:
+    """What takes the hours of the plans on eight H200."""
+    chosen = [p for p in result["plans"] if p["card"] == "h200" and p["mesh"]["data"] * p["mesh"]["context"] == 8]
+    head = ["part of a step on 8 x H200", *(f"`{p['attention']}`: s" for p in chosen), *("GPU hours" for _ in chosen)]
+    rows = []
+    for part in chosen[0]["seconds"]:
+        seconds = [p["seconds"][part] for p in chosen]
+        if any(seconds):
+            overlaps = " (overlaps with the rest)" if part == "weights and gradients" else ""
+            hours = ["-" if overlaps else f"{8 * p['steps'] * s / 3600:,.0f}" for p, s in zip(chosen, seconds)]
+            rows.append([part + overlaps, *(f"{s:.3f}" for s in seconds), *hours])
+    memory = {part: [f"{p['memory'][part]:.2f}" for p in chosen] for part in chosen[0]["memory"]}
+    blank = ["" for _ in chosen]
+    rows += [[f"memory: {part}, GiB", *sizes, *blank] for part, sizes in memory.items() if float(sizes[0])]
+    notes = "".join(f"Note of the dry run: {note}.\n" for note in chosen[0]["notes"])
+    return markdown_table(head, rows) + f"\n{notes}{_command(result)}"
+
+
+def scale_steps_table(result: dict) -> str:
+    """Predicted and measured time of a step on one H200."""
+    rows = [
+        [row["size"], f"`{row['attention']}`", f"{row['length']:,}", f"{1e3 * row['predicted_s']:.0f}",
+         f"{1e3 * row['measured_s']:.0f}", f"{row['predicted_s'] / row['measured_s'] - 1:+.0%}", f"`{row['source']}`"]
+        for row in result["speeds"]
+    ]  # fmt: skip
+    head = ["model", "mechanism", "length", "predicted, ms", "measured, ms", "", "measured in"]
+    return markdown_table(head, rows) + f"\n{_command(result)}"
+
+
+def scale_memory_table(result: dict) -> str:
+    """Predicted and measured peak memory of tiny models on a CPU."""
+    rows = []
+    for row in result["memory"]:
+        changes = " ".join(f"{key} {value}" for key, value in row["changes"].items())
+        middle = statistics.median(row["measured"])
+        spread = f"{min(row['measured']) / 2**20:.1f} to {max(row['measured']) / 2**20:.1f}"
+        measured = spread if len(set(row["measured"])) > 1 else f"{middle / 2**20:.1f}"
+        error = f"{row['predicted'] / middle - 1:+.0%}"
+        rows.append([str(row["processes"]), changes or "-", f"{row['predicted'] / 2**20:.1f}", measured, error])
+    head = ["processes", "`tiny-cpu` with", "predicted, MiB", "measured, MiB", "against the median"]
+    return markdown_table(head, rows) + f"\n{_machine(result['environment'])}. {_command(result)}"
+
+
+def scale_models_table(result: dict) -> str:
+    """Predicted memory and speed of the models that `benchmarks/scale.py models` measures."""
+    rows = []
+    for p in result["models"]:
+        parts = ", ".join(f"{name} {size:.1f}" for name, size in p["memory"].items() if size >= 0.05)
+        batch = f"{p['micro_steps']} x {p['micro_batch'][0]} x {p['micro_batch'][1]:,}"
+        rows.append([p["model"], batch, f"{p['peak_gib']:.1f}", parts, f"{p['tokens_per_s'] / 1e3:,.0f}K"])
+    head = ["one H200", "micro-batches x sequences x tokens", "peak, GiB", "of which", "tokens/s"]
+    return markdown_table(head, rows) + f"\n{_command(result)}"
+
+
+def _command(result: dict) -> str:
+    return f"Command: `{result['command']}`.\n"
+
+
+SCALE_TABLES = {
+    "plan": scale_plan_table, "parts": scale_parts_table, "steps": scale_steps_table, "memory": scale_memory_table,
+    "models": scale_models_table,
+}  # fmt: skip
 
 
 def filled(page: Path) -> str:

@@ -214,7 +214,8 @@ def plans() -> dict[str, Any]:
         speeds.append({"size": r.size, "attention": r.attention, "length": r.length, "measured_s": measured,
                        "predicted_s": plan(r).step_s, "source": source})  # fmt: skip
         print(speeds[-1], flush=True)
-    return {"plans": made, "speeds": speeds}
+    expected = [{"model": name, **plan(r).to_dict()} for name, r in MODELS.items()]
+    return {"plans": made, "speeds": speeds, "models": expected}
 
 
 def main() -> None:

@@ -212,27 +212,31 @@ class _Graph:
         return found
 
     def peak(self, arguments: dict[fx.Node, int], leaving: set[fx.Node]) -> int:
-        """The most bytes at once. `arguments` are freed after their last use; nodes that are `leaving` at once too."""
+        """The most bytes at once. `arguments` are freed after their last use; nodes that are `leaving` at once too.
+
+        An element-wise kernel writes over a tensor of the same size that it is the last to read, as Inductor's do.
+        """
         order = {node: i for i, node in enumerate(self.nodes)}
-        ends: dict[int, int] = {}
         end = len(self.nodes) - 1
 
-        def release(node: fx.Node, size: int) -> None:
+        def last_use(node: fx.Node) -> int:
             last = max((order[reader] for reader in self.readers(node)), default=order[node])
-            if last == end and node in leaving:
-                last = order[node] + 1
-            ends[last] = ends.get(last, 0) + size
+            return order[node] + 1 if last == end and node in leaving else last
 
-        live = sum(arguments.values())
-        for node, size in arguments.items():
-            release(node, size)
-        peak = live
+        live = dict(arguments)
+        ends = {node: last_use(node) for node in arguments}
+        total = peak = sum(live.values())
         for i, node in enumerate(self.nodes):
             if node.op == "call_function" and self.written[node]:
-                live += _bytes(node)
-                release(node, _bytes(node))
-            peak = max(peak, live)
-            live -= ends.get(i, 0)
+                size = _bytes(node)
+                if _is_elementwise(node):
+                    spent = (x for x in self.sources(node) if ends.get(x) == i and live.get(x) == size)
+                    total -= live.pop(next(spent, node), 0)
+                live[node], ends[node] = size, last_use(node)
+                total += size
+            peak = max(peak, total)
+            for done in [x for x in live if ends[x] <= i]:
+                total -= live.pop(done)
         return peak
 
     def traffic(self) -> int:
@@ -264,7 +268,11 @@ _VIEWS = {
     "split_with_sizes", "select", "alias", "as_strided", "unbind", "detach",
 }  # fmt: skip
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put"}
-_FUSED = {"clone", "cat", "full", "arange", "iota", "full_like", "constant_pad_nd", "convert_element_type", "empty"}
+_FUSED = {
+    "clone", "cat", "full", "arange", "iota", "full_like", "constant_pad_nd", "convert_element_type", "empty", "gather",
+    "scatter", "embedding", "index",
+}  # fmt: skip
+"""Besides those that PyTorch marks as pointwise."""
 
 
 def _name(node: fx.Node) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,27 +193,29 @@ class _Job:
         moments = 8 * self.parameters
         if self.recipe.optimiser == "muon":  # one moment for the matrices in the blocks
             moments -= 4 * sum(rows * columns for rows, columns in self.matrices)
-        return {"weights": 4 * self.parameters / self.shards, "optimiser": moments / self.shards}, (
-            4 * self.parameters / self.shards
-        )
+        weights = 4 * self.parameters / self.shards
+        return {"weights": weights, "optimiser": moments / self.shards}, weights
 
-    def _gathered(self) -> dict[str, float]:
+    def _gathered(self) -> float:
         """Weights that FSDP holds whole: the embedding during the step, a block in use, and the next one twice, in the
         buffer that it arrives in and as parameters."""
         if not self.sharded:
-            return {}
-        return {"embedding": 4.0 * self.embedding, "blocks": 3.0 * self.width * self.block}
+            return 0.0
+        return 4.0 * self.embedding + 3.0 * self.width * self.block
+
+    def _reduced(self) -> float:
+        """Gradients of a block that FSDP holds whole: as the backward makes them, and in float32 as they are sent."""
+        return (self.width + 4.0) * self.block if self.sharded else 0.0
 
     def _moments(self) -> dict[str, dict[str, float]]:
         state, gradients = self._state()
         f, gathered = self._footprint(loss=False), self._gathered()
         waiting = gradients if self.micro_steps > 1 else 0.0  # of earlier micro-batches
-        whole = 0.0 if self.sharded else 4.0 * self.embedding
         hidden = self.tokens * self.config.width * self.width
         logits = self.tokens * self.config.padded_vocab * self.width
         kept = f.kept + f.weight_copies + self._kept_by_attention()
         buckets = 4 * self.parameters if self.processes > 1 and not self.sharded else 0  # DDP's, for the exchange
-        common = {**state, "gathered": sum(gathered.values()), "buckets": buckets}
+        common = {**state, "gathered": gathered, "buckets": buckets}
         head_copy = self.embedding * self.width if self.half else 0
         return {
             "loss": {
@@ -222,10 +225,9 @@ class _Job:
             "backward": {
                 **common, "gradients": waiting + 4.0 * self.embedding, "activations": kept,
                 "workspace": LIBRARIES + f.peak - f.kept - f.weight_copies + self._attention_workspace()
-                + self._exchange_buffers() + head_copy
-                + (6.0 * self.block if self.sharded else 0.0),
+                + self._exchange_buffers() + head_copy + self._reduced(),
             },
-            "optimiser": {**state, "buckets": buckets, "gradients": max(gradients, whole), "workspace": LIBRARIES},
+            "optimiser": {**state, "buckets": buckets, "gradients": gradients, "workspace": LIBRARIES},
         }  # fmt: skip
 
     def _moments_on_cpu(self) -> dict[str, dict[str, float]]:
@@ -237,7 +239,7 @@ class _Job:
         largest = 4 * self.embedding / self.shards
         return {
             "backward": {
-                **common, "gathered": sum(gathered.values()), "gradients": waiting,
+                **common, "gathered": gathered, "gradients": waiting,
                 "activations": f.kept + f.weight_copies,
                 "workspace": f.peak - f.kept - f.weight_copies + self._exchange_buffers(),
             },
@@ -259,11 +261,12 @@ class _Job:
         return 4.0 * self.tokens * self.config.heads * self.config.head_size
 
     def _exchange_buffers(self) -> float:
-        """Of the exchange of one layer: q, k and v as they are sent, received and laid out again, and o twice."""
+        """Of the exchange of one layer: q, k and v as they are sent, received and laid out again, o twice; and of their
+        gradients."""
         if self.context == 1:
             return 0.0
         c = self.config
-        return self.tokens * c.head_size * (3 * (c.heads + 2 * self.key_heads) + 2 * c.heads) * self.width
+        return 2 * self.tokens * c.head_size * (3 * (c.heads + 2 * self.key_heads) + 2 * c.heads) * self.width
 
     def _exchange(self, layer: LayerConfig) -> Any:
         if self.context == 1:
@@ -359,7 +362,7 @@ class Rates:
 
     @classmethod
     def read(cls, card: str, results: Path = RESULTS) -> Rates:
-        """From `CARD-*.json` of `lssar bench` and `benchmarks/scale.py`."""
+        """From `CARD-*.json` of `lssar bench` and `benchmarks/scale.py`, and what `window_lab.py` printed."""
         sheet = CARDS[card]
         peak = 1e12 * next((value for name, value in PEAK_TFLOPS.items() if name.lower() == card), 0.1)
         rates = cls(card, PRODUCT_SHARE * peak, MEMORY_SHARE * 1e12 * sheet.memory_tb_s, [], [])
@@ -371,6 +374,8 @@ class Rates:
             if "memory_gb_s" in found:
                 rates.memory_b_s = 1e9 * found["memory_gb_s"]
             rates.attention += [row for row in found.get("rows", []) if "both_ms" in row and row.get("causal")]
+        for path in results.glob(f"{card}-window-lab.txt"):
+            rates.attention += map(_window_row, WINDOW_LAB.finditer(path.read_text()))
         if rates.products:
             rates.flops = 1e12 * max(row["tflops"] for row in rates.products)
         else:
@@ -395,9 +400,9 @@ class Rates:
         same = self._rows(wanted, window)
         keys = 1.0  # computed for each that is seen
         if not same and window is not None:
-            same, keys = self._rows("cudnn:softmax" if softmax else "fused:lssar", None), (window + 2 * TILE) / window
+            same, keys = self._rows("fused:lssar", None), (window + 2 * TILE) / window
             self.notes.append(
-                f"no {wanted} with window {window} was timed on {self.card}: as {window + 2 * TILE} keys without one"
+                f"no {wanted} with window {window} was timed on {self.card}: as {window + 2 * TILE} keys of LSSAR"
             )
         elif not same:
             same = self._rows("fused:lssar", None)
@@ -414,6 +419,23 @@ class Rates:
     def _rows(self, contestant: str, window: int | None) -> list[dict[str, Any]]:
         rows = [row for row in self.attention if (row["contestant"], row.get("window")) == (contestant, window)]
         return [row for row in rows if _pairs(row) >= ENOUGH_PAIRS] or rows
+
+
+WINDOW_LAB = re.compile(
+    r"^(?P<mechanism>softmax|cosine) \((?P<shape>[\d, ]+)\) now: (norms (?P<norms>\S+) )?forward (?P<forward>\S+) .*"
+    r"sum (?P<sum>\S+)$", re.M,
+)  # fmt: skip
+"""A line of `benchmarks/window_lab.py`: head size, batch, heads, length and window, and milliseconds."""
+
+
+def _window_row(found: re.Match[str]) -> dict[str, Any]:
+    size, batch, heads, length, window = map(int, found["shape"].split(","))
+    mechanism = {"softmax": "softmax", "cosine": "cosine_softmax"}[found["mechanism"]]
+    return {
+        "contestant": f"fused:{mechanism}", "batch": batch, "heads": heads, "length": length, "head_size": size,
+        "window": window, "forward_ms": float(found["forward"]) + float(found["norms"] or 0),
+        "both_ms": float(found["sum"]),
+    }  # fmt: skip
 
 
 def _pairs(row: dict[str, Any]) -> float:
