@@ -6,6 +6,7 @@ end every step must be there, with the loss of a run that was never interrupted,
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import shutil
@@ -38,6 +39,7 @@ def _train(recipe: Recipe, run: Path) -> Callable[[], None]:
 
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
+        faulthandler.dump_traceback_later(0.8 * LIMIT)  # shows where a process hangs
         try:
             train(recipe, run)
         except OSError as error:
@@ -105,7 +107,7 @@ def _run_and_kill(pids: list[int], run: Path, log: Path, rng: random.Random | No
         counts["longest_end"] = round(max(counts["longest_end"], time.monotonic() - at), 2)
         if ends is None:
             kill(pids)
-            raise Lost(f"{len(pids)} processes, {victim} killed: the others did not end: {log.read_text()[-2000:]}")
+            raise Lost(f"{len(pids)} processes, {victim} killed: the others did not end: {log.read_text()[-9000:]}")
         others = [(number, end) for number, end in enumerate(ends) if number != victim]
         if others and not any(end for _, end in others) and finished.exists():
             return True  # it was killed after the last step

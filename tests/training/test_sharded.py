@@ -9,6 +9,8 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -277,7 +279,7 @@ def check_kill(shards: Path, uninterrupted: Path, run: Path, moment: str, victim
     np.testing.assert_allclose(losses(run), losses(uninterrupted), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("moment, victim, sizes", [("half written", 1, (2, 4)), ("complete", 0, (2, 2))])
+@pytest.mark.parametrize("moment, victim, sizes", [("half written", 2, (4, 1)), ("complete", 0, (2, 2))])
 def test_one_process_is_killed_in_a_save(shards, uninterrupted, tmp_path, moment, victim, sizes):
     """The others say so and end; the run resumes on any number of processes, with nothing lost."""
     check_kill(shards, uninterrupted, tmp_path / "run", moment, victim, sizes)
@@ -291,6 +293,66 @@ def test_one_process_is_killed_in_a_save(shards, uninterrupted, tmp_path, moment
 )
 def test_one_process_is_killed_in_a_save_at_length(shards, uninterrupted, tmp_path, moment, victim, sizes):
     check_kill(shards, uninterrupted, tmp_path / "run", moment, victim, sizes)
+
+
+def test_a_save_that_cannot_end_holds_up_no_process(shards, tmp_path):
+    """Only neighbours of a dead process notice; the others do when those end, which must not wait for their save."""
+
+    def first():
+        real = sharded.dcp.save
+
+        def save(*args, storage_writer, **kwargs):
+            if "step-0000008" in str(storage_writer.path):
+                die() if rank() == 2 else threading.Event().wait()
+            return real(*args, storage_writer=storage_writer, **kwargs)
+
+        sharded.dcp.save = save
+
+    ends, output = in_processes(4, recipe_of(shards), tmp_path / "run", first=first)
+    assert ends == [1, 1, -signal.SIGKILL, 1]
+    assert output.count("lost the connection to another process") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_torchrun_ends_when_one_process_is_killed(shards, uninterrupted, tmp_path, victim):
+    run, script = tmp_path / "run", tmp_path / "run.py"
+    script.write_text(
+        "import sys, time\nfrom pathlib import Path\nimport torch\nfrom lssar.training import Recipe, train\n"
+        "torch.set_num_threads(1)\ntorch.set_default_dtype(torch.float64)\n"
+        f"recipe = Recipe.from_dict({recipe_of(shards).to_dict()!r})\n"
+        f"try:\n    train(recipe, Path({str(run)!r}), report=lambda row: time.sleep(0.5))\n"
+        "except OSError as error:\n    sys.exit(f'error: {error}')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    limit = time.monotonic() + 60
+    while not checkpoints.folder(run, 4).exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    workers = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(workers[victim]), signal.SIGKILL)
+    assert agent.wait(60) == 1
+    said = (tmp_path / "log").read_text()
+    assert f"error: process {1 - victim} lost the connection to another process" in said
+    assert "Signal 9 (SIGKILL)" in said  # torchrun's own summary
+    trained(1, recipe_of(shards), run)
+    np.testing.assert_allclose(losses(run), losses(uninterrupted), rtol=0, atol=TOLERANCE)
+
+
+def test_a_folder_that_is_not_shared_is_refused(shards, tmp_path):
+    """Process 1 writes somewhere else, as on the local disk of another machine."""
+    real = checkpoints.folder
+
+    def first():
+        if rank() == 1:
+            checkpoints.folder = lambda run, step: real(tmp_path / "other machine", step)
+
+    ends, output = in_processes(2, recipe_of(shards), tmp_path / "run", first=first)
+    assert ends == [1, 1] and "Traceback" not in output
+    assert output.count("must be on a file system that all processes share") == 2
+    assert names(tmp_path / "run/checkpoints") == []
 
 
 def test_a_full_disk_in_one_process_is_said_by_all(shards, tmp_path):

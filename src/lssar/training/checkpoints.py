@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from lssar.records import checksum, naming, read_json, remove_temporary, sync, warn
 from lssar.training import sharded
-from lssar.training.distributed import Processes
+from lssar.training.distributed import Processes, lost_connection
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 SEPARATOR = "/"
@@ -51,7 +51,7 @@ class Saver:
     """Saves and restores the checkpoints of a run; every process has one and calls the same methods.
 
     Sharded checkpoints are written in the background, at most one at a time. At the end of a `with` block the last one
-    is awaited.
+    is awaited, unless the block ends because another process is lost: then it cannot be finished.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if error is None:
             self.wait()
-            return
-        with contextlib.suppress(Exception):  # the first error is the one to report
-            self.wait()
+        elif not lost_connection(error):
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self.wait()
 
 
 def save(

@@ -92,6 +92,11 @@ class Processes:
             dist.barrier()
 
 
+def lost_connection(error: BaseException) -> bool:
+    """Whether the error is that of a collective whose other processes do not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport/" in str(error))
+
+
 @contextlib.contextmanager
 def world(context: int = 1) -> Iterator[Processes]:
     """The world that `torchrun` set up, or a world of one, in groups of `context` processes that share sequences.
@@ -111,7 +116,7 @@ def world(context: int = 1) -> Iterator[Processes]:
         yield Processes(dist.get_rank(), dist.get_world_size(), device, context)
         dist.barrier()  # a process that leaves early may leave the others waiting in their teardown
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or "gloo/transport/" in str(error)):
+        if not lost_connection(error):
             raise
         raise ProcessLost(
             f"process {dist.get_rank()} lost the connection to another process, which was killed, failed with a "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -112,8 +114,18 @@ def save(
     """
     files = dict.fromkeys(weights, WEIGHTS) | dict.fromkeys(moments, MOMENTS)
     writer = _Writer(folder, files, finish)
-    future = dcp.async_save({**weights, **moments}, storage_writer=writer, process_group=group)
-    assert isinstance(future, Future)
+    staged = BlockingAsyncStager().stage({**weights, **moments})
+    future: Future[Any] = Future()
+
+    def write() -> None:
+        try:
+            future.set_result(dcp.save(staged, storage_writer=writer, process_group=group))
+        except BaseException as error:  # a CheckpointException is no Exception
+            future.set_exception(error)
+
+    # As in `dcp.async_save`, but in a daemon thread. Python waits for the thread of async_save before it ends. When a
+    # process has died, that thread may wait for one that waits for this process to end, until gloo's time limit.
+    threading.Thread(target=write, name="checkpoint", daemon=True).start()
     return future
 
 
