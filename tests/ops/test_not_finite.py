@@ -83,13 +83,16 @@ def test_only_rows_that_see_it(name, dtype, which, bad, view):
 def test_decode_of_several_rows():
     """The last key is hidden from all rows but the last."""
     (q, k, v), _ = inputs(torch.float32)
+    largest = float(v.abs().max())
     clean = fused.fused_decode(q[:, :, -3:], k, v, p=15, tolerance=0.0)
     v[0, 0, -1, 2] = torch.inf
     o = fused.fused_decode(q[:, :, -3:], k, v, p=15, tolerance=0.0)
     assert torch.equal(o[:, :, :2], clean[:, :, :2]) and o[:, :, 2].isnan().any(-1).all()
     k[0, 0, -2, 5] = torch.nan
     o = fused.fused_decode(q[:, :, -3:], k, v, p=15, tolerance=0.0)
-    assert torch.equal(o[:, :, :1], clean[:, :, :1]) and o[:, :, 1:].isnan().any(-1).all()
+    assert o[:, :, 1:].isnan().any(-1).all()
+    # Other keys matter to the rows together, so that sums of weights (one in all) times v have another order.
+    torch.testing.assert_close(o[:, :, :1], clean[:, :, :1], rtol=0, atol=2 * LENGTH * 2.0**-24 * largest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
