@@ -45,22 +45,25 @@ def test_memory_of_one_process(changes):
     assert plan(r, 1, "cpu").peak_gib * 2**30 == pytest.approx(peak_bytes(r)["peak"], rel=0.15)
 
 
-PROCESSES = [
-    (2, {"parallel": "ddp", "micro_batch": 8}),
-    (4, {"parallel": "fsdp", "micro_batch": 4}),
-    pytest.param(2, {"parallel": "fsdp", "dtype": "bfloat16", "micro_batch": 4}, marks=pytest.mark.slow),
-    pytest.param(
-        4, {"parallel": "fsdp", "context_parallel": 2, "heads": 4, "micro_batch": 4}, marks=pytest.mark.slow
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("processes", "changes"), PROCESSES, ids=str)
-def test_memory_of_several_processes(processes, changes, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "changes", "error"),
+    [
+        (2, {"parallel": "ddp", "micro_batch": 8}, 0.15),
+        (4, {"parallel": "fsdp", "micro_batch": 4}, 0.15),
+        pytest.param(  # attention on a CPU makes float32 copies, which are not traced
+            2, {"parallel": "fsdp", "dtype": "bfloat16", "micro_batch": 4}, 0.2, marks=pytest.mark.slow
+        ),
+        pytest.param(  # the peak itself differs between processes and runs: docs/scale.md
+            4, {"parallel": "fsdp", "context_parallel": 2, "heads": 4, "micro_batch": 4}, 0.4, marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_memory_of_several_processes(processes, changes, error, tmp_path):
     """The median over processes: which of them has a gradient and a bucket at one time is luck."""
     r = recipe("tiny-cpu", **SHORT, **changes)
     found = float(np.median(measured(r, processes, tmp_path)))
-    assert plan(r, processes, "cpu").peak_gib * 2**30 == pytest.approx(found, rel=0.15)
+    assert plan(r, processes, "cpu").peak_gib * 2**30 == pytest.approx(found, rel=error)
 
 
 @pytest.mark.slow
@@ -131,6 +134,15 @@ def test_times_come_from_the_results(tmp_path):
     rates.attention_s("sigmoid", None, 1024, 64)
     assert rates.notes == ["no fused:sigmoid was timed on h200: the time of LSSAR is used"]
     assert "no matrix products were timed" in Rates.read("h100", tmp_path).notes[0]
+
+
+def test_times_of_windowed_layers_are_read_from_what_the_lab_printed(tmp_path):
+    line = "cosine (128, 8, 4, 8192, 128) now: norms 0.1 forward 0.3 query_gradient 0.4 key_gradient 0.5 sum 1.3\n"
+    (tmp_path / "h200-window-lab.txt").write_text(f"Command: x\n\n{line}  forward: 64,32,4,3 0.2 | sum 9\n")
+    rates = Rates.read("h200", tmp_path)
+    pairs = 8 * 4 * (8192 * 128 - 128 * 127 / 2)
+    times = rates.attention_s("cosine_softmax", 128, 2048, 64)  # half the head size, half the time
+    assert times == pytest.approx((0.4e-3 / pairs / 2, 1.3e-3 / pairs / 2))
 
 
 def test_the_command_prints_a_plan_and_writes_nothing(tmp_path, monkeypatch, capsys):
