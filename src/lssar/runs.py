@@ -67,6 +67,11 @@ class Run:
         """The run's own data, or that of another folder with the same vocabulary."""
         return self.data if folder is None else DataFolder(Path(folder), self.recipe.vocab_size)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokenizer` can be read: the run's data may have been moved."""
+        return self.data.path.exists()
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the run's data."""
@@ -114,6 +119,10 @@ class ExportedRun(Run):
         weights = checkpoints.load_weights(self.folder)
         model.load_state_dict({name.removeprefix("gpt."): value.float() for name, value in weights.items()})
         return model.to(self.device).eval()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return True
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

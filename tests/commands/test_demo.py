@@ -1,10 +1,13 @@
-"""`lssar demo` on the released models, at the first two lengths."""
+"""`lssar demo` and an evaluation on the released models, at short lengths."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from lssar.cli import main
+
+MODELS = Path(__file__).parents[2] / "models"
 
 
 def test_demo(tmp_path, capsys):
@@ -27,3 +30,10 @@ def test_without_models(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--models", str(tmp_path), "--out", str(tmp_path / "out")])
     assert "--models" in capsys.readouterr().err
+
+
+def test_a_released_model_is_evaluated_without_its_data(tmp_path):
+    words = ["eval", "retrieval", str(MODELS / "books-6m"), "--tasks", "passkey", "--multiples", "1", "--samples", "1"]
+    main([*words, "--depths", "0.5", "--device", "cpu", "--out", str(tmp_path / "found")])
+    (arm,) = json.loads((tmp_path / "found.json").read_text())["arms"]
+    assert arm["rows"][0]["greedy"]["rate"] == 1.0

@@ -131,9 +131,9 @@ class Retrieval:
     def _choose_protocol(self) -> None:
         """Fill in what was left to the protocol."""
         from lssar.evaluation.long import is_long_reader, retrieval_multiples
-        from lssar.training.recipes import read_recipe
+        from lssar.runs import Run
 
-        recipe = read_recipe(self.runs[0]) if self.runs else None
+        recipe = Run.open(self.runs[0], "cpu").recipe if self.runs else None
         if self.protocol == "auto":
             self.protocol = "long" if recipe is not None and is_long_reader(recipe.model()) else "short"
         if self.protocol == "long":
@@ -178,7 +178,7 @@ class Retrieval:
         if self.tokenizer:
             tokenizer = load_tokenizer(self.tokenizer)
         else:
-            tokenizer = run.tokenizer if run.data.path.exists() else held_out.tokenizer()
+            tokenizer = run.tokenizer if run.has_tokenizer else held_out.tokenizer()
         text = None
         if "needles" in self.tasks:
             text = background_of(TokenStream(held_out.held_out_shards()), tokenizer.eot)
