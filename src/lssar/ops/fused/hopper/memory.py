@@ -35,7 +35,7 @@ def end_barriers(barriers):
     """End the use of barriers; the last thing that a kernel does.
 
     Without it the compiler takes a barrier for dead after its last wait and puts the exchange of a layout conversion in
-    its place. The hardware still writes there: one row in some million became NaN.
+    its place. The hardware still writes there, and now and then a row became NaN.
     """
     STAGES: gl.constexpr = barriers.shape[0]
     program_barrier()
