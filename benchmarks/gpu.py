@@ -56,6 +56,10 @@ JOBS = (
         "--head-sizes 64 128 --windows 128 512 --tokens 65536 --heads 16 --modes forward both --budget 0.2",
     ),
     bench(
+        "short", 90, "--cuda-graph --contestants cudnn:softmax fused:lssar fused:cosine_softmax --lengths 1024 2048 "
+        "--head-sizes 64 128 --tokens 32768 --heads 8 --modes forward both --budget 0.2",
+    ),
+    bench(
         "flex", 200, "--contestants flex:softmax flex:lssa flex:lssar fused:lssar fused:lssa cudnn:softmax "
         "flash:softmax --lengths 8192 --heads 16 --modes forward both --head-sizes 64 128 --budget 0.1",
     ),

@@ -54,6 +54,8 @@ def table(paths: list[Path], words: list[str]) -> str:
         if any(str(row[field]) not in values for field, values in wanted.items()):
             continue
         shape = f"{row['batch']} x {row['heads']} x {row['length']} x {row['head_size']}, {row['dtype']}"
+        shape += f", window {row['window']}" if row.get("window") else ""
+        shape += ", CUDA graph" if row.get("cuda_graph") else ""
         peer = _peer(row, result["rows"])
         cells = [shape, f"`{row['contestant']}`"]
         for mode in modes:
@@ -63,9 +65,10 @@ def table(paths: list[Path], words: list[str]) -> str:
         cells.append(f"{row['peak_extra_mib']:.0f}" if "peak_extra_mib" in row else _obstacle(row))
         lines.append(cells)
     head = ["shape", "implementation", *(f"{mode}, ms" for mode in modes), "peak extra MiB"]
+    windowed = any(row.get("window") for row in result["rows"])  # of which SDPA has no kernel
     return markdown_table(head, lines) + (
-        f"\n{_machine(result['environment'])}, seed {result['rows'][0]['seed']}. In brackets the ratio to softmax SDPA "
-        f"of the same run. Command: `{result['command']}`.\n"
+        f"\n{_machine(result['environment'])}, seed {result['rows'][0]['seed']}. In brackets the ratio to softmax "
+        f"{'by FlexAttention' if windowed else 'SDPA'} of the same run. Command: `{result['command']}`.\n"
     )
 
 
@@ -258,9 +261,9 @@ def _source(result: dict) -> str:
 
 
 def _peer(row: dict, rows: list[dict]) -> dict | None:
-    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal")
-    alike = [r for r in rows if all(r[key] == row[key] for key in same)]
-    for name in ("cudnn:softmax", "sdpa:softmax"):
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "window", "cuda_graph")
+    alike = [r for r in rows if all(r.get(key) == row.get(key) for key in same)]
+    for name in ("cudnn:softmax", "sdpa:softmax", "flex:softmax"):
         for r in alike:
             if r["contestant"] == name and "forward_ms" in r:
                 return r

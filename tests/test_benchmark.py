@@ -84,6 +84,27 @@ def test_a_window_is_part_of_a_case():
         contestants.build("sdpa:softmax", case)
 
 
+def test_a_cuda_graph_is_timed_by_its_replays(monkeypatch):
+    case = dataclasses.replace(CASE, device="cuda", cuda_graph=True)
+    monkeypatch.setattr("triton.testing.do_bench_cudagraph", lambda f, **options: 1.0)
+    monkeypatch.setattr("triton.testing.do_bench", lambda f, **options: 2.0)
+    assert measure._time(lambda: None, case, 0.1) == 1.0
+    assert measure._time(lambda: None, dataclasses.replace(case, cuda_graph=False), 0.1) == 2.0
+    assert str(case).endswith("CUDA graph")
+    with pytest.raises(ValueError, match="needs a GPU"):
+        run_benchmark(["tiled:lssar"], [dataclasses.replace(CASE, cuda_graph=True)])
+    with pytest.raises(ValueError, match="no backward without its forward"):
+        run_benchmark(["tiled:lssar"], [case])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fused:lssar", "fused:cosine_softmax", "cudnn:softmax"])
+def test_forward_and_backward_can_be_captured(name):
+    case = Case(2, 2, 2, 256, 64, "bfloat16", "cuda", cuda_graph=True)
+    times = measure.measure(name, case, ("forward", "both"), 0.02)
+    assert times["both_ms"] > 0 and times["forward_ms"] > 0
+
+
 def dense_flex(q, k, v, score_mod, block_mask=None, scale=None, enable_gqa=False, return_aux=None):
     """What FlexAttention computes, in plain operations: it has no backward on a CPU."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

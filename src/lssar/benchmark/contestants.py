@@ -35,6 +35,8 @@ class Case:
     seed: int = 0
     decode: bool = False
     window: int | None = None
+    cuda_graph: bool = False
+    """Time replays of a CUDA graph, without the host's work at each call; decoding is always timed so."""
 
     @property
     def queries(self) -> int:
@@ -62,7 +64,9 @@ class Case:
         decode = "decode " if self.decode else ""
         groups = "" if self.key_heads == self.heads else f"/{self.key_heads}"
         window = "" if self.window is None else f" W {self.window}"
-        return f"{decode}B {self.batch} H {self.heads}{groups} L {self.length}{window} D {self.head_size} {self.dtype}"
+        graph = " CUDA graph" if self.cuda_graph else ""
+        size = f"B {self.batch} H {self.heads}{groups} L {self.length}{window} D {self.head_size}"
+        return f"{decode}{size} {self.dtype}{graph}"
 
 
 TOPIC_LENGTH, TOPIC_STRENGTH = 64, 1.25

@@ -144,7 +144,7 @@ def _time(f: Callable[[], Any], case: Case, budget_s: float) -> float:
     if case.device == "cuda":
         from triton.testing import do_bench, do_bench_cudagraph
 
-        if case.decode:  # as it is served: a launch costs as much as the work
+        if case.decode or case.cuda_graph:  # decoding as it is served: a launch costs as much as the work
             return float(do_bench_cudagraph(f, rep=int(750 * budget_s), return_mode="median"))
         return float(do_bench(f, warmup=int(250 * budget_s), rep=int(750 * budget_s), return_mode="median"))
     times: list[float] = []

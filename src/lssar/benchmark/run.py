@@ -27,6 +27,11 @@ def run_benchmark(
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
     if any(case.decode for case in cases) and tuple(modes) != ("forward",):
         raise ValueError(f"decoding has no backward: its only mode is forward; got {', '.join(modes)}")
+    if any(case.cuda_graph for case in cases):
+        if not all(case.device.startswith("cuda") for case in cases):
+            raise ValueError("a CUDA graph needs a GPU; measure on device cuda, or without the graph")
+        if "backward" in modes:
+            raise ValueError("a CUDA graph has no backward without its forward: measure the modes forward and both")
     for name in contestants:
         split_name(name)  # a typing error should not cost the first hour
     rows = []

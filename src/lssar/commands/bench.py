@@ -42,6 +42,8 @@ class Bench:
     """Windows to measure, each on all lengths; none: the whole sequence. The peer for ratios is then flex:softmax."""
     decode: bool = False
     """Measure one query row against a cache of each length, in place of self-attention; forward only."""
+    cuda_graph: bool = False
+    """Time replays of a CUDA graph, without the host's work for a call; modes forward and both, GPU only."""
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     budget: float = 1.0
@@ -67,7 +69,7 @@ class Bench:
         contestants = self.contestants or contestant_names()
         check_outputs(self.out, (".json", ".csv", ".png"), self.overwrite)
         cases = self._cases(device)
-        modes = ["forward"] if self.decode else self.modes
+        modes = ["forward"] if self.decode else [m for m in self.modes if m != "backward" or not self.cuda_graph]
         with Progress("benchmark", len(cases) * len(contestants)) as bar:
             done = iter(range(1, len(cases) * len(contestants) + 1))
 
@@ -95,6 +97,7 @@ class Bench:
             Case(
                 max(1, self.tokens // length) if self.tokens else self.batch, self.heads, self.key_heads or self.heads,
                 length, size, dtype, device, self.causal, self.seed, self.decode, window,
+                self.cuda_graph,
             )
             for size in self.head_sizes
             for dtype in dtypes
@@ -168,7 +171,7 @@ def _cells(row: dict[str, Any], columns: list[str], rows: list[dict[str, Any]]) 
         if obstacle in row:
             return [*("-" for _ in columns), "-", f"{obstacle}: {row[obstacle]}"]
     peers = ("cudnn:softmax", "sdpa:softmax", "flash:softmax", "flex:softmax")
-    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "decode", "window")
+    same = ("length", "head_size", "dtype", "batch", "heads", "key_heads", "causal", "decode", "window", "cuda_graph")
     alike = {r["contestant"]: r for r in rows if all(r[key] == row[key] for key in same) and columns[0] in r}
     peer = next((alike[name] for name in peers if name in alike), None)
     ratios = ", ".join(f"{c.removesuffix('_ms')} {row[c] / peer[c]:.2f}x" for c in columns) if peer else "no peer here"
