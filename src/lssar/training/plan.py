@@ -395,9 +395,9 @@ class Rates:
 
     def attention_s(self, mechanism: str, window: int | None, length: int, head_size: int) -> tuple[float, float]:
         """Seconds of the forward, and of forward and backward, for one query, key and head that it sees."""
-        softmax = mechanism in ("softmax", "cosine_softmax", "ssmax")
-        wanted = f"fused:{mechanism}" if window is not None or not softmax else "cudnn:softmax"
-        same = self._rows(wanted, window)
+        softmax = window is None and mechanism in ("softmax", "cosine_softmax", "ssmax")
+        wanted = f"fused:{mechanism}"
+        same = self._rows(wanted, window) or (self._rows("cudnn:softmax", None) if softmax else [])
         keys = 1.0  # computed for each that is seen
         if not same and window is not None:
             same, keys = self._rows("fused:lssar", None), (window + 2 * TILE) / window
