@@ -11,13 +11,12 @@ import triton.language as tl
 from lssar.ops.fused.gradients import (
     EDGE_KEYS,
     FULL_BLOCKS,
-    gradient_scale,
     key_weights,
-    largest_value,
+    query_gradient,
     query_row_factors,
     query_terms,
+    row_scales,
     score_gradient,
-    sound_rows,
     store_row_values,
 )
 from lssar.ops.fused.normalize import VALUE_BLOCK
@@ -35,9 +34,7 @@ from lssar.ops.fused.primitives import (
     store_tile,
     tile_source,
     unit_rows_backward,
-    unit_rows_backward_and_radial,
     visible_keys,
-    with_gain,
 )
 from lssar.ops.fused.steep import all_steep
 
@@ -126,14 +123,11 @@ def query_gradient_kernel(
     q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, offsets, columns, D, True)  # [M, D]
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, offsets, columns, D, True)
-    do_float = do.to(tl.float32)
-    delta = tl.sum(do_float * o.to(tl.float32), 1)  # [M]
-    v_max = largest_value(
-        sizes_ptr + (b * Hkv + h_kv) * Lk, block_sizes_ptr + (b * Hkv + h_kv) * tl.cdiv(Lk, VALUE_BLOCK),
-        row_start, row_stop, key_lo, key_hi, full_lo, full_hi, tl.arange(0, EDGE_KEYS), tl.arange(0, FULL_BLOCKS),
-        WINDOWED or PACKED, VALUE_BLOCK, EDGE_KEYS, FULL_BLOCKS,
+    delta, bound, unit_scale = row_scales(
+        do.to(tl.float32), o.to(tl.float32), sizes_ptr + (b * Hkv + h_kv) * Lk,
+        block_sizes_ptr + (b * Hkv + h_kv) * tl.cdiv(Lk, VALUE_BLOCK), row_start, row_stop, key_lo, key_hi, full_lo,
+        full_hi, tl.arange(0, EDGE_KEYS), tl.arange(0, FULL_BLOCKS), WINDOWED or PACKED,
     )  # fmt: skip
-    bound, unit_scale = gradient_scale(tl.sum(tl.abs(do_float), 1), v_max)
 
     steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -151,17 +145,11 @@ def query_gradient_kernel(
         tl.sum(g_lanes, 1), n, slope, z, bound, P if P > 0 else exponent, LOG_D
     )  # fmt: skip
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
-    grad_unit = gk
     if REWEIGHT:
-        grad_unit = gk - sk * mean[:, None]
-    dq, radial = unit_rows_backward_and_radial(grad_unit * (kappa * scale)[:, None], raw_q)
-    sound = sound_rows(z, delta, mean)
-    dq = tl.where(sound[:, None], dq, float("nan"))
-    if HAS_GAIN:
-        gain = tl.load(gain_ptr + h)
-        dq = dq * gain
-        radial = tl.where(sound, radial, float("nan"))
-        scale = with_gain(scale, gain, LOG_DEGREE != 0)
+        gk = gk - sk * mean[:, None]
+    dq, radial, scale, sound = query_gradient(
+        gk, raw_q, z, delta, mean, kappa, scale, gain_ptr + h, HAS_GAIN, LOG_DEGREE != 0
+    )
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
     to_unit = scale * 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
     ex2,
@@ -19,6 +20,8 @@ from lssar.ops.fused.primitives import (
     score_scale,
     sigmoid2,
     softplus2,
+    unit_rows_backward_and_radial,
+    with_gain,
 )
 from lssar.ops.fused.steep import root_and_sigmoid
 
@@ -28,30 +31,28 @@ GAIN_PLANE = tl.constexpr(7)
 """Which of them is the row's part of the gradient of its head's gain."""
 EDGE_KEYS = tl.constexpr(128)
 FULL_BLOCKS = tl.constexpr(1024)
-"""Keys, and blocks of keys, that largest_value loads at once: large, since every step waits for memory."""
+"""Keys, and blocks of keys, that _largest_value loads at once: large, since every step waits for memory."""
 
 
 @triton.jit
-def largest_value(
+def _largest_value(
     sizes_ptr, block_sizes_ptr, row_start, row_stop, key_lo, key_hi, full_lo, full_hi, keys, blocks,
-    LEFT_EDGE: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr,
+    LEFT_EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The largest finite |v| among the keys that each row sees, [M].
+    """The largest finite |v| among the keys that each row sees, [M]. Arguments as in row_scales.
 
-    sizes: of each key; block_sizes: of each BLOCK keys. keys, blocks: 0..N and 0..BLOCKS as tensors, in layouts that
-    broadcast with [M, 1] and stand alone. Blocks that all rows see count as a whole, other keys one by one. LEFT_EDGE:
-    rows may differ in the first key that they see.
+    Blocks that all rows see count as a whole, other keys one by one.
     """
-    first_full, last_full = tl.cdiv(full_lo, BLOCK), full_hi // BLOCK
+    first_full, last_full = tl.cdiv(full_lo, VALUE_BLOCK), full_hi // VALUE_BLOCK
     largest = row_start.to(tl.float32) * 0.0
-    for start in range(first_full, last_full, BLOCKS):
+    for start in range(first_full, last_full, FULL_BLOCKS):
         size = tl.load(block_sizes_ptr + start + blocks, mask=start + blocks < last_full, other=0.0)
         largest = tl.maximum(largest, tl.max(size, 0))
-    after = tl.where(first_full < last_full, last_full * BLOCK, key_lo)
-    for start in range(after, key_hi, N):
+    after = tl.where(first_full < last_full, last_full * VALUE_BLOCK, key_lo)
+    for start in range(after, key_hi, EDGE_KEYS):
         largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
     if LEFT_EDGE:
-        for start in range(key_lo, tl.where(first_full < last_full, first_full * BLOCK, key_lo), N):
+        for start in range(key_lo, tl.where(first_full < last_full, first_full * VALUE_BLOCK, key_lo), EDGE_KEYS):
             largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
     return largest
 
@@ -64,14 +65,23 @@ def _largest_seen(sizes_ptr, keys, row_start, row_stop, key_hi):
 
 
 @triton.jit
-def gradient_scale(do_norm, v_max):
-    """A bound [M] of |dO.v - dO.O|, and its reciprocal (0 where the bound vanishes).
+def row_scales(
+    do, o, sizes_ptr, block_sizes_ptr, row_start, row_stop, key_lo, key_hi, full_lo, full_hi, keys, blocks,
+    LEFT_EDGE: tl.constexpr,
+):  # fmt: skip
+    """[M]: delta = dO.O, a bound of |dO.v - delta|, and the bound's reciprocal (0 where it vanishes).
 
-    |dO.v - dO.O| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale.
-    do_norm: |dO|_1 [M]; v_max: largest_value [M].
+    |dO.v - delta| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale.
+    do, o: [M, D], float32. sizes: the largest |v| of each key; block_sizes: of each VALUE_BLOCK keys. keys, blocks:
+    0..EDGE_KEYS and 0..FULL_BLOCKS as tensors, in layouts that broadcast with [M, 1] and stand alone. LEFT_EDGE: rows
+    may differ in the first key that they see.
     """
-    bound = tl.minimum(2.0 * do_norm * v_max, 1e37)
-    return bound, tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
+    delta = tl.sum(do * o, 1)
+    v_max = _largest_value(
+        sizes_ptr, block_sizes_ptr, row_start, row_stop, key_lo, key_hi, full_lo, full_hi, keys, blocks, LEFT_EDGE
+    )
+    bound = tl.minimum(2.0 * tl.sum(tl.abs(do), 1) * v_max, 1e37)
+    return delta, bound, tl.where(bound > 1e-37, 1.0 / tl.where(bound > 1e-37, bound, 1.0), 0.0)
 
 
 @triton.jit
@@ -98,9 +108,29 @@ def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr):
 
 
 @triton.jit
-def sound_rows(z, delta, mean):
+def _sound_rows(z, delta, mean):
     """Rows that exist and see finite q, k and v only. (Rows past the last see what the last does, with dO = 0.)"""
     return (z == z) & (delta == delta) & (mean == mean)
+
+
+@triton.jit
+def query_gradient(
+    unit_gradient, raw_q, z, delta, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr, HALF: tl.constexpr
+):
+    """dq [M, D]; each row's part of the gradient of the head's gain; scale with that gain; and which rows are sound.
+
+    Rows that are not sound have dq NaN. unit_gradient: of the normalised queries, up to the factors of
+    query_row_factors. HALF: see with_gain.
+    """
+    dq, radial = unit_rows_backward_and_radial(unit_gradient * (kappa * scale)[:, None], raw_q)
+    sound = _sound_rows(z, delta, mean)
+    dq = tl.where(sound[:, None], dq, float("nan"))
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr)
+        dq = dq * gain
+        radial = tl.where(sound, radial, float("nan"))
+        scale = with_gain(scale, gain, HALF)
+    return dq, radial, scale, sound
 
 
 @triton.jit

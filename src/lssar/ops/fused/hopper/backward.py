@@ -23,13 +23,12 @@ from lssar.ops.fused import gradients
 from lssar.ops.fused.gradients import (
     EDGE_KEYS,
     FULL_BLOCKS,
-    gradient_scale,
     key_weights,
-    largest_value,
+    query_gradient,
     query_row_factors,
     query_terms,
+    row_scales,
     score_gradient,
-    sound_rows,
     store_row_values,
 )
 from lssar.ops.fused.hopper.memory import (
@@ -56,9 +55,7 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     rows_of_keys,
     unit_rows_backward,
-    unit_rows_backward_and_radial,
     visible_keys,
-    with_gain,
 )
 from lssar.ops.fused.steep import all_steep
 
@@ -473,9 +470,8 @@ def query_gradient_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
-    key_lo, key_hi = gl.min(row_start, 0), gl.max(row_stop, 0)
+    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
     full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
-    key_lo = key_lo // BLOCK_N * BLOCK_N
     steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
     for step in gl.static_range(STAGES - 1):
         fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
@@ -485,15 +481,12 @@ def query_gradient_kernel(
     intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
     do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    delta = gl.sum(do_rows * o_rows, 1)  # [M]
-    v_max = largest_value(
-        sizes_ptr + (b64 * Hkv + h_kv) * Lk, block_sizes_ptr + (b64 * Hkv + h_kv) * gl.cdiv(Lk, VALUE_BLOCK),
-        row_start, row_stop, key_lo, key_hi, full_lo, full_hi,
-        gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, load_layout)),
-        gl.arange(0, FULL_BLOCKS, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])),
-        WINDOWED or PACKED, VALUE_BLOCK, EDGE_KEYS, FULL_BLOCKS,
+    delta, bound, unit_scale = row_scales(
+        do_rows, o_rows, sizes_ptr + (b64 * Hkv + h_kv) * Lk,
+        block_sizes_ptr + (b64 * Hkv + h_kv) * gl.cdiv(Lk, VALUE_BLOCK), row_start, row_stop, key_lo, key_hi, full_lo,
+        full_hi, gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, load_layout)),
+        gl.arange(0, FULL_BLOCKS, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])), WINDOWED or PACKED,
     )  # fmt: skip
-    bound, unit_scale = gradient_scale(gl.sum(gl.abs(do_rows), 1), v_max)
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
     steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
@@ -509,20 +502,12 @@ def query_gradient_kernel(
     mean, scale, kappa = query_row_factors(
         gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D
     )  # fmt: skip
-    grad_unit = gk
     if REWEIGHT:
-        grad_unit = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
+        gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
     raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    dq, radial = unit_rows_backward_and_radial(
-        gl.convert_layout(grad_unit, load_layout) * (kappa * scale)[:, None], raw_q
-    )  # fmt: skip
-    sound = sound_rows(z, delta, mean)
-    dq = gl.where(sound[:, None], dq, float("nan"))
-    if HAS_GAIN:
-        gain = gl.load(gain_ptr + h)
-        dq = dq * gain
-        radial = gl.where(sound, radial, float("nan"))
-        scale = with_gain(scale, gain, True)
+    dq, radial, scale, sound = query_gradient(
+        gl.convert_layout(gk, load_layout), raw_q, z, delta, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
+    )
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
     exact_q, to_unit = exact_unit_rows(raw_q)
     exact_q = gl.where(sound[:, None], exact_q, 0.0)

@@ -203,6 +203,44 @@ def _exact_pass(
 
 
 @gluon.jit
+def _weight_lines(
+    x, q, k_tiles, k_ring, k_ready, key_lo, units, key_turns, row_start, row_stop, tile_start, tile_stop, full_lo,
+    full_hi, n, inside, gain_size, nothing, P, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, LOG_DEGREE: gl.constexpr,
+    STEEP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The passes over K before the one over V: scores of the next unit, its turn, and how many turns there are in all;
+    slope and intercept of each row's weights [M]; and whether all rows are steep.
+
+    x: scores of unit 0. tile_start, tile_stop: row_start, row_stop in the layout of a tile. n: visible keys.
+    inside: which rows exist.
+    """
+    row_layout: gl.constexpr = row_start.type.layout
+    turn = 0  # the unit of x, of key_turns
+    slope = gl.where(n > 0, 1.0, 0.0)
+    intercept = slope * 0.0
+    steep = units < 0 if STEEP else False  # not known yet
+    if STEEP:  # noqa: SIM102 (decided when compiling)
+        if units >= STAGES:  # with fewer, loads for a third pass would start before it is known to be needed
+            x, total, x_max = _rough_pass(
+                x, q, k_tiles, k_ring, k_ready, key_lo, units, row_start, row_stop, full_lo, full_hi, nothing, STAGES
+            )
+            turn += units
+            total, x_max = gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout)
+            slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE, gain_size)
+            steep = all_steep(slope, intercept, inside, P)
+            key_turns = units * gl.where(steep, 2, 3)
+    if REWEIGHT and (not steep):
+        x, total, x_max = _exact_pass(
+            x, q, k_tiles, k_ring, k_ready, key_lo, units, turn, key_turns, tile_start, tile_stop, full_lo, full_hi,
+            nothing, STAGES,
+        )  # fmt: skip
+        turn += units
+        total, x_max = gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout)
+        slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE, gain_size)
+    return x, turn, key_turns, slope, intercept, steep
+
+
+@gluon.jit
 def _value_pass(
     x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, steep,
     row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P,
@@ -361,44 +399,23 @@ def forward_kernel(
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
     x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
-    turn = 0  # the unit of x, of key_turns
-    slope = gl.where(n > 0, 1.0, 0.0)
-    intercept = slope * 0.0
-    steep = units < 0 if STEEP else False  # not known yet
-    if STEEP:  # noqa: SIM102 (decided when compiling)
-        if units >= STAGES1:  # with fewer, loads for a third pass would start before it is known to be needed
-            x, total, x_max = _rough_pass(
-                x, q, k_tiles, k_ring, k_ready, key_lo, units, row_start, row_stop, full_lo, full_hi, nothing, STAGES1
-            )
-            turn += units
-            slope, intercept = weight_line(
-                gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n,
-                P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size,
-            )  # fmt: skip
-            steep = all_steep(slope, intercept, rows < Lq, P if P > 0 else exponent)
-            key_turns = units * gl.where(steep, 2, 3)
-    if REWEIGHT and (not steep):
-        x, total, x_max = _exact_pass(
-            x, q, k_tiles, k_ring, k_ready, key_lo, units, turn, key_turns, tile_start, tile_stop, full_lo, full_hi,
-            nothing, STAGES1,
-        )  # fmt: skip
-        turn += units
-        slope, intercept = weight_line(
-            gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout), n,
-            P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size,
-        )  # fmt: skip
+    x, turn, key_turns, slope, intercept, steep = _weight_lines(
+        x, q, k_tiles, k_ring, k_ready, key_lo, units, key_turns, row_start, row_stop, tile_start, tile_stop, full_lo,
+        full_hi, n, rows < Lq, gain_size, nothing, P if P > 0 else exponent, REWEIGHT, LOG_D, LOG_DEGREE, STEEP,
+        STAGES1,
+    )  # fmt: skip
+    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
+    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
     o, z = _value_pass(
-        x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns,
-        gl.convert_layout(slope, tile_row)[:, None], gl.convert_layout(intercept, tile_row)[:, None], steep,
-        tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
+        x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, tile_slope,
+        tile_intercept, steep, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
         D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
     )  # fmt: skip
 
     divisor = z
     if gl.max(gl.max(not_finite(o).to(gl.int32), 1), 0) > 0:
         o, z, scale = _careful_values(
-            q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop,
-            gl.convert_layout(slope, tile_row)[:, None], gl.convert_layout(intercept, tile_row)[:, None], steep,
+            q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop, tile_slope, tile_intercept, steep,
             tile_start, tile_stop, nothing, sum_layout, load_layout, D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
             STEEP,
         )  # fmt: skip
