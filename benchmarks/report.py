@@ -6,7 +6,8 @@ of `lssar bench --decode`; for those the name may be of several files, joined by
 `python -m tests.attack`, `fuzz` that of the fuzzers. `ratios COMMIT` makes one of the lines that
 `fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` counts the claims that
 `lssar reproduce report` decided; `scale plan|parts|steps|memory|models` those of `benchmarks/scale.py`.
-`python benchmarks/report.py` fills them in; with `--check` it only says whether that would change anything.
+Numbers in sentences come from statements.py. `python benchmarks/report.py` fills all of them in; with `--check` it only
+says whether that would change anything.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import statements
 from lssar.tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -134,10 +136,10 @@ def far_table(table: dict) -> str:
             found = [f"{row['loss'][m]['mean']:.3f}" for m in FAR]
         else:
             found = [f"{row['rate'][m]['rate']:.2f}" for m in FAR]
-        cells.setdefault(row["label"], {})[kind] = found
+        cells.setdefault(row["label"], {"seeds": [str(len(row["arms"]))]})[kind] = found
     kinds = {"length": "loss", "passkey": "passkeys", "needles": "needles"}
-    head = ["", *(f"{word} {' / '.join(f'{m}x' for m in FAR)}" for word in kinds.values())]
-    rows = [[label, *(" / ".join(found[kind]) for kind in kinds)] for label, found in cells.items()]
+    head = ["", "seeds", *(f"{word} {' / '.join(f'{m}x' for m in FAR)}" for word in kinds.values())]
+    rows = [[label, *(" / ".join(found[kind]) for kind in ("seeds", *kinds))] for label, found in cells.items()]
     return markdown_table(head, rows) + f"\n{'; '.join(table['machines'])}. Command: `{table['command']}`.\n"
 
 
@@ -360,6 +362,8 @@ SCALE_TABLES = {
 
 
 def filled(page: Path) -> str:
+    """The page with its tables."""
+
     def block(match: re.Match[str]) -> str:
         paths = [ROOT / "benchmarks" / name for name in match[2].split(",")]
         return match[1] + table(paths, match[3].split()) + match[4]
@@ -368,15 +372,19 @@ def filled(page: Path) -> str:
 
 
 def main() -> None:
-    stale = []
+    check = "--check" in sys.argv
+    stale, problems = [], []
+    sentences = statements.all_statements()
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        text = filled(page)
+        text, found = statements.filled(filled(page), str(page.relative_to(ROOT)), sentences)
+        problems += found
         if text != page.read_text():
             stale.append(page.name)
-            if "--check" not in sys.argv:
+            if not check:
                 page.write_text(text)
-    print(("stale: " if "--check" in sys.argv else "filled in: ") + (", ".join(stale) or "nothing"))
-    sys.exit(1 if stale and "--check" in sys.argv else 0)
+    print(("stale: " if check else "filled in: ") + (", ".join(stale) or "nothing"))
+    print(*problems, sep="\n")
+    sys.exit(1 if problems or (stale and check) else 0)
 
 
 if __name__ == "__main__":

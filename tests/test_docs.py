@@ -40,6 +40,21 @@ def test_tables_come_from_the_committed_results():
     assert check.returncode == 0, check.stdout + check.stderr
 
 
+def test_numbers_in_sentences_follow_the_results():
+    from benchmarks.statements import Statement, filled
+
+    one = Statement("a.md", "It finds {share} of them, {other} more.", {"share": "94%", "other": "two or three"})
+    assert filled("So. It finds\n88% of them, one\nmore. End", "a.md", [one]) == (
+        "So. It finds\n94% of them, two or three\nmore. End", [],
+    )  # fmt: skip
+    same = "It finds 94% of them, two or\nthree more."
+    assert filled(same, "a.md", [one]) == (same, [])
+    assert "0 sentences" in filled("It found 94% of them.", "a.md", [one])[1][0]
+    wrong = Statement("a.md", "It finds {share}.", {"share": "94%"}, supported=False)
+    assert "no longer support" in filled("It finds 94%.", "a.md", [wrong])[1][0]
+    assert filled("Another page.", "b.md", [one]) == ("Another page.", [])
+
+
 def test_switches_are_read_in_one_module_and_documented():
     named = {path: set(re.findall(r"""["'](LSSAR_\w+)""", path.read_text())) for path in (ROOT / "src").rglob("*.py")}
     switches = named.pop(ROOT / "src/lssar/switches.py")

@@ -1,0 +1,178 @@
+"""Sentences of README and docs whose numbers come from committed results.
+
+`benchmarks/report.py` finds each sentence by its words, whatever its line breaks, and writes the numbers into it. It
+complains of a sentence that it cannot find, or that the results no longer support: change it on the page and here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+
+
+@dataclass(frozen=True)
+class Statement:
+    page: str
+    text: str
+    """The sentence, with {names} in place of what `values` gives."""
+    values: dict[str, str]
+    supported: bool = True
+    """Whether the results agree with the words."""
+
+
+class Table:
+    """Means over seeds in a table of `lssar reproduce report`."""
+
+    def __init__(self, experiment: str):
+        self.rows = json.loads((ROOT / f"results/h200/tables/{experiment}.json").read_text())["rows"]
+
+    def values(self, label: str, kind: str, multiples: str = "1 16 64 512") -> dict[str, float]:
+        """By multiple of the training length; kind: `length`, `passkey` or `needles`."""
+        (row,) = (r for r in self.rows if r["label"] == label and r["evaluation"].split("-")[0] == kind)
+        cells = row["loss" if kind == "length" else "rate"]
+        return {m: cells[m]["mean" if kind == "length" else "rate"] for m in multiples.split() if m in cells}
+
+    def seeds(self, label: str) -> int:
+        return min(len(row["arms"]) for row in self.rows if row["label"] == label)
+
+    def labels(self, start: str) -> list[str]:
+        return [label for label in dict.fromkeys(row["label"] for row in self.rows) if label.startswith(start)]
+
+
+def percent(rate: float) -> str:
+    return f"{rate:.0%}"
+
+
+def at_most(difference: float) -> str:
+    """Rounded up to two decimals."""
+    return f"{math.ceil(difference * 100 - 1e-9) / 100:.2f}"
+
+
+def mixed_statements() -> list[Statement]:
+    """What README and the page of the long reader say of the experiment `mixed`, of rows with several seeds."""
+    table = Table("mixed")
+    mixed = [label for label in table.labels("mixed, ") if table.seeds(label) > 1]
+    uniform, lssar, cosine = "uniform softmax", "mixed, LSSAR annealed", "mixed, cosine softmax"
+    ssmax = "mixed, SSMax"
+    loss, passkeys, needles = (
+        {label: table.values(label, kind) for label in [uniform, *mixed]} for kind in ("length", "passkey", "needles")
+    )
+    shares = {name: percent(needles[x]["512"]) for name, x in (("lssar", lssar), ("cosine", cosine), ("ssmax", ssmax))}
+    behind = needles[lssar]["512"] < min(needles[cosine]["512"], needles[ssmax]["512"])
+    lost = max(rates[uniform][m] for rates in (passkeys, needles) for m in ("16", "64", "512")) < 0.005
+    found = sorted(passkeys[label]["512"] for label in mixed)
+    far = [loss[label]["512"] for label in (lssar, cosine, ssmax)]
+    seeds = sorted({table.seeds(label) for label in [uniform, *mixed]})
+    return [
+        Statement(
+            "README.md",
+            """The loss at 262,144 tokens is within {change} nats of that at 512, and {low} to {high} of the passkeys
+            are found. Uniform softmax finds nothing from 16x on. (33M parameters, 59M tokens, {seeds} seeds;""",
+            {
+                "change": at_most(max(abs(loss[label]["512"] - loss[label]["1"]) for label in mixed)),
+                "low": percent(found[0]), "high": percent(found[-1]), "seeds": " or ".join(NUMBERS[n] for n in seeds),
+            },
+            lost,
+        ),
+        Statement(
+            "README.md",
+            """At 512x it finds {lssar} of the needles, cosine softmax {cosine}, SSMax {ssmax}, at losses that differ by
+            at most {spread} nats.""",
+            {**shares, "spread": at_most(max(far) - min(far))},
+            behind,
+        ),
+        Statement(
+            "docs/long-reader.md",
+            """Every mixed model has a loss at or below uniform softmax at the training length, and lower loss with 64
+            times the context. Uniform softmax loses {lost} nats at 512x and finds nothing from 16x on.""",
+            {"lost": f"{loss[uniform]['512'] - loss[uniform]['1']:.1f}"},
+            lost and all(loss[label]["64"] < loss[label]["1"] <= loss[uniform]["1"] for label in mixed),
+        ),
+        Statement(
+            "docs/long-reader.md",
+            """It has the lowest loss and finds {cosine} of the needles in real text at 512x (SSMax {ssmax}, LSSAR
+            {lssar}).""",
+            shares,
+            loss[cosine]["512"] == min(far) and needles[cosine]["512"] == max(needles[x]["512"] for x in mixed),
+        ),
+        Statement(
+            "docs/long-reader.md",
+            "Its loss at 512x is {below} nats below that at 1x, but it finds {lssar} of the needles there.",
+            {**shares, "below": f"{loss[lssar]['1'] - loss[lssar]['512']:.2f}"},
+            behind and loss[lssar]["512"] < loss[lssar]["1"],
+        ),
+    ]  # fmt: skip
+
+
+def uniform_statements() -> list[Statement]:
+    """What README says of the 51M models with the same mechanism in every layer."""
+    table = Table("controls")
+    loss = {label: table.values(label, "length") for label in table.labels("")}
+    lssar, softmax, cosine = loss["LSSAR"], loss["softmax"], loss["cosine softmax"]
+    peers = [loss["ALiBi"], loss["softmax, window"]]
+    return [
+        Statement(
+            "README.md",
+            """up to 64 times the training length, where softmax rises by {rise} nats. But ALiBi and softmax with a
+            sliding window are as flat at a lower loss, cosine softmax is better up to 16x, and LSSAR is {worse} nats
+            worse than softmax at the training length. (51M parameters, 42M tokens, {seeds} seeds;""",
+            {
+                "rise": f"{softmax['64'] - softmax['1']:.1f}", "worse": f"{lssar['1'] - softmax['1']:.2f}",
+                "seeds": NUMBERS[min(table.seeds(label) for label in ("LSSAR", "softmax", "cosine softmax", "ALiBi"))],
+            },
+            abs(lssar["64"] - lssar["1"]) < 0.02
+            and all(abs(peer["64"] - peer["1"]) < 0.02 and peer["64"] < lssar["64"] for peer in peers)
+            and cosine["1"] < lssar["1"] and cosine["16"] < lssar["16"],
+        )
+    ]  # fmt: skip
+
+
+def released_statements() -> list[Statement]:
+    """What README and docs say of the released model books-6m."""
+    folder = ROOT / "models/books-6m/evaluation"
+    (arm,) = json.loads((folder / "retrieval.json").read_text())["arms"]
+    rates = {r["task"]: r["greedy"]["rate"] for r in arm["rows"] if r["length"] == 512 * arm["train_length"]}
+    tokens = json.loads((folder / "training.json").read_text())["summary"]["tokens"]
+    values = {
+        "all": "all" if rates["passkey"] == 1 else f"{percent(rates['passkey'])} of the",
+        "needles": percent(rates["needles"]), "tokens": f"{tokens / 1e6:.0f}M",
+    }  # fmt: skip
+    text = "finds {all} passkeys and {needles} of the needles at 512x"
+    return [
+        Statement("README.md", text + ". (6.3M parameters, {tokens} tokens, one seed.)", values),
+        Statement(
+            "docs/long-reader.md",
+            text + " (6.3M parameters, a vocabulary of 4,096, {tokens} tokens, one seed).",
+            values,
+        ),
+    ]
+
+
+def all_statements() -> list[Statement]:
+    return [*mixed_statements(), *uniform_statements(), *released_statements()]
+
+
+def filled(text: str, page: str, statements: list[Statement]) -> tuple[str, list[str]]:
+    """The text of a page with the numbers of its statements, and what is wrong with them."""
+    problems = []
+    for statement in (s for s in statements if s.page == page):
+        sentence = " ".join(statement.text.split())
+        parts = re.split(r"\{(\w+)\}", sentence)
+        words = [r"\s+".join(map(re.escape, part.split(" "))) for part in parts[::2]]
+        found = list(re.finditer(r"([\w.%][\w.%\s]{0,30}?)".join(words), text))
+        if len(found) != 1:
+            problems.append(f"{page} has {len(found)} sentences like this one of benchmarks/statements.py: {sentence}")
+            continue
+        if not statement.supported:
+            problems.append(f"{page}: the results no longer support this sentence: {sentence}")
+        for group, name in reversed(list(enumerate(parts[1::2], 1))):
+            value = statement.values[name]
+            if " ".join(found[0][group].split()) != value:  # else its line breaks stay
+                text = text[: found[0].start(group)] + value + text[found[0].end(group) :]
+    return text, problems
