@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(if $(VENV),$(VENV)/.ready)
+TEST_PYTHON := $(if $(VENV),$(BIN)/python,$(PYTHON))
+WORKERS := auto
 USER_READY := $(VENV)/.ready-user
 
 .PHONY: demo demo-train demo-rows test test-browser test-slow test-portable lint docs bench wheel clean
@@ -20,10 +22,10 @@ demo-rows: $(USER_READY)
 	$(BIN)/lssar rows
 
 test: $(READY) lint
-	LSSAR_REQUIRE_NATIVE=1 $(BIN)/python -m pytest -n auto
+	LSSAR_REQUIRE_NATIVE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n auto -m "slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
 
 # The report and the attention explorer in headless Chromium, which is installed where apt-get can do it.
 test-browser: $(READY)
@@ -31,9 +33,10 @@ test-browser: $(READY)
 	command -v chromium > /dev/null || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python -m pytest -m browser tests/browser
 
-# The numeric tests under other instruction sets and other seeds.
+# The numeric tests under other instruction sets and other seeds. With an interpreter that has all they need, and
+# without installing anything: make test-portable VENV= PYTHON=python3 WORKERS=8
 test-portable: $(READY)
-	$(BIN)/python -m tests.portable
+	$(TEST_PYTHON) -m tests.portable --workers $(WORKERS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

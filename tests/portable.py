@@ -1,77 +1,127 @@
 """Runs the numeric tests as other CPUs and other random numbers would: `make test-portable`.
 
-    python -m tests.portable [--settings NAME ...] [-- PYTEST ARGUMENTS]
+    python -m tests.portable [--settings NAME ...] [--workers N] [--out FOLDER] [-- PYTEST ARGUMENTS]
 
-Each setting is a process with its own environment: the instruction sets of numpy's matrix products (OpenBLAS, which
-Triton's interpreter uses), of PyTorch's own kernels, of MKL and of our native kernels, and the seed. Together the
-settings cover every value of each. Prints a table and exits with 1 if any test fails.
+Each setting is a process with its own environment: the instruction sets of numpy's matrix products (OpenBLAS), of
+PyTorch's own kernels (ATen), of its matrix products (MKL) and of our C kernels, and the seed. All run on the CPU. After
+a failure the next setting follows; the last lines say what failed and how to run only that again. Exits with 1 then.
+
+A setting runs the tests that it can affect:
+
+- OpenBLAS computes the products of Triton's interpreter, and nothing else here: `MODELS` never multiply in numpy.
+- The C kernels belong to the tiled implementation: `KERNELS` run fused ones and compare with the reference.
+
+Each group meets every value of what can affect it, and three seeds other than that of `make test`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-NUMERIC = (
+KERNELS = tuple(
+    f"tests/ops/test_{name}.py"
+    for name in (
+        "activations", "decode_path", "decode_softmax", "fused", "fuzz_fused", "loss", "not_finite", "power_and_gain",
+        "scaled_unit", "steep", "window",
+    )
+)  # fmt: skip
+"""Fused kernels in Triton's interpreter."""
+
+MODELS = (
+    "tests/ops/test_compiled_strips.py",
+    "tests/ops/test_native.py",
+    "tests/ops/test_reference.py",
+    "tests/ops/test_tiled.py",
     "tests/test_adversarial.py",
     "tests/test_attention.py",
     "tests/test_containment.py",
     "tests/test_context.py",
     "tests/test_functional.py",
+    "tests/test_fuzz_attention.py",
     "tests/test_model.py",
     "tests/test_nn.py",
     "tests/test_properties.py",
     "tests/test_testing.py",
-    "tests/ops",
 )
-"""Tests that compare floating-point results."""
+"""The other implementations, and what is built on them."""
 
-SETTINGS: dict[str, dict[str, str]] = {
-    "haswell": {"OPENBLAS_CORETYPE": "Haswell", "LSSAR_NATIVE_ISA": "avx2", "LSSAR_TEST_SEED": "1"},
-    "skylakex": {"OPENBLAS_CORETYPE": "SkylakeX", "LSSAR_TEST_SEED": "2"},
-    "zen": {"OPENBLAS_CORETYPE": "Zen", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "LSSAR_TEST_SEED": "3"},
-    "old": {
-        "OPENBLAS_CORETYPE": "Nehalem",
-        "ATEN_CPU_CAPABILITY": "default",
-        "MKL_CBWR": "COMPATIBLE",
-        "LSSAR_NATIVE_ISA": "baseline",
-    },
-    "no native": {"OPENBLAS_CORETYPE": "SkylakeX", "ATEN_CPU_CAPABILITY": "avx2", "LSSAR_NATIVE": "0"},
-}
+SETTINGS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "haswell": ({"OPENBLAS_CORETYPE": "Haswell", "LSSAR_NATIVE_ISA": "avx2", "LSSAR_TEST_SEED": "1"}, KERNELS + MODELS),
+    "zen": (
+        {"OPENBLAS_CORETYPE": "Zen", "ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "LSSAR_TEST_SEED": "3"},
+        KERNELS + MODELS,
+    ),
+    "old": (
+        {
+            "OPENBLAS_CORETYPE": "Nehalem", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE",
+            "LSSAR_NATIVE_ISA": "baseline",
+        },
+        KERNELS + MODELS,
+    ),
+    "skylakex": ({"OPENBLAS_CORETYPE": "SkylakeX", "LSSAR_TEST_SEED": "2"}, KERNELS),
+    "no native": ({"ATEN_CPU_CAPABILITY": "avx2", "LSSAR_NATIVE": "0", "LSSAR_TEST_SEED": "2"}, MODELS),
+}  # fmt: skip
+EVERYWHERE = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+NEEDS = {"haswell": "avx2", "zen": "avx2", "skylakex": "avx512", "no native": "avx2"}
+"""Instructions without which OpenBLAS or PyTorch would crash."""
 
 
-def run(environment: dict[str, str], arguments: list[str]) -> tuple[bool, str, list[str]]:
-    """Whether all passed, pytest's last line, and the names of tests that failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+def lacks(name: str) -> bool:
+    """Whether this processor lacks instructions that the setting uses."""
+    from torch.backends.cpu import get_cpu_capability
+
+    levels = ["default", "avx2", "avx512"]
+    here = get_cpu_capability().lower()
+    return here in levels and name in NEEDS and levels.index(here) < levels.index(NEEDS[name])
+
+
+def run(name: str, arguments: list[str], log: Path) -> tuple[bool, str, list[str]]:
+    """Whether all passed, pytest's last line, and the names of tests that failed. The log gets pytest's output."""
+    native = {} if "LSSAR_NATIVE" in SETTINGS[name][0] else {"LSSAR_REQUIRE_NATIVE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    with log.open("w") as output:
+        environment = {**os.environ, **EVERYWHERE, **native, **SETTINGS[name][0]}
+        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+    lines = log.read_text().strip().splitlines() or ["no output"]
     failed = [line for line in lines if re.match(r"(FAILED|ERROR) ", line)]
-    return done.returncode == 0, lines[-1].strip("= "), failed
+    return code == 0, lines[-1].strip("= "), failed
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the numeric tests under several CPU settings and seeds.")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="all by default")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest after --; the numeric tests by default")
+    parser.add_argument("--workers", default="auto", help="processes of pytest-xdist; 0: none; one a core by default")
+    parser.add_argument("--out", type=Path, default=Path("out/portable"), help="folder for the output of pytest")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest after --, in place of the setting's tests")
     asked = parser.parse_args(words)
-    rows, failures = [], []
-    for name in asked.settings:
-        start = time.perf_counter()
-        passed, summary, failed = run(SETTINGS[name], asked.pytest or [*NUMERIC, "-n", "auto"])
-        environment = " ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
-        rows.append((name, "passed" if passed else "FAILED", f"{time.perf_counter() - start:.0f} s", environment))
-        failures += [f"{name}: {line}" for line in failed]
-        print(f"{name}: {summary}", flush=True)
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    print()
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)), "", row[3])
-    print(*failures, sep="\n")
-    return int(any(row[1] == "FAILED" for row in rows))
+    asked.out.mkdir(parents=True, exist_ok=True)
+    workers = ["-n", asked.workers] if importlib.util.find_spec("xdist") else []
+    failures = []
+    for number, name in enumerate(asked.settings, 1):
+        start, log = time.monotonic(), asked.out / f"{name.replace(' ', '-')}.txt"
+        values, tests = SETTINGS[name]
+        print(f"[{number}/{len(asked.settings)}] {name}: {' '.join(f'{k}={v}' for k, v in values.items())}", flush=True)
+        if lacks(name):
+            print(f"    not run: this processor has no {NEEDS[name].upper()}", flush=True)
+            continue
+        passed, summary, failed = run(name, [*workers, *(asked.pytest or tests)], log)
+        seconds = time.monotonic() - start
+        print(f"    {'passed' if passed else 'FAILED'} in {seconds:.0f} s: {summary} ({log})", flush=True)
+        if not passed:
+            failures.append(name)
+            print("".join(f"    {line}\n" for line in failed), end="", flush=True)
+    if failures:
+        print(f"{len(failures)} of {len(asked.settings)} settings failed; to run only those again:")
+        print(f"    {shlex.join([sys.executable, '-m', 'tests.portable', '--settings', *failures])}")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The helpers that other tests rest on: the error bound, and the choice of combinations."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tests.helpers import (
     views,
     with_gradients,
 )
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_results_beyond_the_bound_do_not_pass_and_no_more_is_computed_than_it_takes():
@@ -47,3 +50,14 @@ def test_combinations_by_field_miss_no_pair():
     kinds = {name: field_kinds(spec) for name, spec in specs.items()}
     for kind, view in itertools.product({kind for found in kinds.values() for kind in found}, seen):
         assert any(kind in kinds[name] and at == view for name, at, _ in rows), (kind, view)
+
+
+def test_no_numeric_test_is_missing_under_other_instruction_sets(tmp_path, capsys):
+    from tests import portable
+
+    listed = {*portable.KERNELS, *portable.MODELS}
+    compiling = {f"tests/ops/test_{name}.py" for name in ("hopper", "launch", "tune")}
+    assert {f"tests/ops/{path.name}" for path in (ROOT / "tests/ops").glob("test_*.py")} <= listed | compiling
+    assert all((ROOT / path).exists() for path in listed)
+    assert portable.main(["--settings", "old", "--workers", "0", "--out", str(tmp_path), "--", "tests/nowhere.py"]) == 1
+    assert "1 of 1 settings failed" in capsys.readouterr().out

@@ -4,11 +4,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import lssar
 from tests.helpers import ALL_SPECS, seeded
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 POSITIVE_L1 = ["softmax", "l1_sigmoid", "l1_softplus", "sigmoid_n_l1", "lssa", "lssar", "cosine_softmax", "ssmax",
                "softmax p=3", "sigmoid_n_l1 p=15", "lssar p=1", "lssar p=2.5"]  # fmt: skip
