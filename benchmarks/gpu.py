@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from lssar.experiments.queue import JobFailed, Queue, Say, work_through  # noqa: E402 (the package need not be installed)
 
 
 @dataclass(frozen=True)
@@ -111,49 +114,59 @@ def card() -> str:
     return torch.cuda.get_device_name().split()[-1].lower()
 
 
-def run(job: Job, out: Path, name: str, seconds: float) -> str:
-    """Run one job in its own process and return how it ended."""
-    words = shlex.split(job.words.replace("OUT", str(out)).replace("CARD", name))
-    if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
-        words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-    with open(out / f"{job.name}.txt", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # with the compilers that it started
-            process.wait()
-            return f"cut off after {seconds:.0f} s"
-    if code == 0:
-        (out / f"{job.name}.done").touch()
-    return "done" if code == 0 else f"FAILED with {code}, see {job.name}.txt"
+@dataclass(frozen=True, kw_only=True)
+class Benchmarks(Queue[Job]):
+    """One job at a time in a folder: each needs the machine to itself, and its own process, which can be killed."""
+
+    out: Path
+    card: str
+    whole_jobs: bool = True
+
+    def key(self, job: Job) -> str:
+        return job.name
+
+    def folder(self, job: Job) -> Path:
+        return self.out
+
+    def finished(self, job: Job) -> bool:
+        return (self.out / f"{job.name}.done").exists()
+
+    def expected_seconds(self, job: Job) -> float:
+        return job.seconds
+
+    def run(self, job: Job, say: Say) -> None:
+        words = shlex.split(job.words.replace("OUT", str(self.out)).replace("CARD", self.card))
+        if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
+            words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
+        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        with open(self.out / f"{job.name}.txt", "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(job.seconds)
+            except subprocess.TimeoutExpired:
+                raise JobFailed(f"{job.name}: cut off after {job.seconds} s") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)  # with the compilers that it started
+                    process.wait()
+        if code:
+            raise JobFailed(f"{job.name}: failed with {code}, see {job.name}.txt")
+        (self.out / f"{job.name}.done").touch()
 
 
 def main(jobs: tuple[Job, ...] = JOBS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--limit", type=float, help="seconds in all")
     parser.add_argument("--only", nargs="+", choices=[job.name for job in jobs])
-    arguments = parser.parse_args()
-    name, out, ends = card(), arguments.out.resolve(), time.monotonic() + arguments.limit
-    out.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for job in jobs:
-        if (arguments.only and job.name not in arguments.only) or (out / f"{job.name}.done").exists():
-            continue
-        if ends - time.monotonic() < job.seconds:
-            print(f"{job.name}: not started, may take {job.seconds} s", flush=True)
-            continue
-        began = time.monotonic()
-        how = run(job, out, name, job.seconds)
-        failed += how != "done"
-        print(f"{job.name}: {how} ({time.monotonic() - began:.0f} s)", flush=True)
-    return 1 if failed else 0
+    asked = parser.parse_args()
+    chosen = tuple(job for job in jobs if job.name in (asked.only or [job.name]))
+    deadline = None if asked.limit is None else time.time() + asked.limit
+    return int(bool(work_through(Benchmarks(jobs=chosen, deadline=deadline, out=asked.out.resolve(), card=card()))))
 
 
 if __name__ == "__main__":
