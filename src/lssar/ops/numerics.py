@@ -198,8 +198,7 @@ def in_range(x: Tensor) -> Tensor:
 
 def may_branch(*tensors: Tensor) -> bool:
     """Whether values can be read here; under `vmap` there are many at a time."""
-    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
-    return not any(test(x) for x in tensors for test in batched)
+    return not any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
 
 
 def finite(*tensors: Tensor) -> bool:
