@@ -312,8 +312,11 @@ def test_decode_of_extreme_norms():
 def test_gpu_grid(dtype, D):
     for L in (1, 2, 3, 4, 63, 111, 509):
         for p in (15, None):  # few keys: many rows, or the errors compared are those of a few numbers
-            inputs = tensors(B=64 if L <= 4 else 2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype)
-            compare(*inputs, p=p, note=f"L {L} p {p}", few_keys=L <= 4)
+            q, k, v, do = tensors(B=64 if L <= 4 else 2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype)
+            if L > 8:
+                # If the few keys of a row have nearly equal scores, its gradient is the error of the whole tensor.
+                do[:, :, :8] = 0
+            compare(q, k, v, do, p=p, note=f"L {L} p {p}", few_keys=L <= 4)
 
 
 LONG_VIEWS = {
