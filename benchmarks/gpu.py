@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from lssar.experiments.queue import JobFailed, Queue, Say, work_through  # noqa: E402 (the package need not be installed)
 
 
 @dataclass(frozen=True)
@@ -39,21 +42,15 @@ def bench(name: str, seconds: int, words: str) -> Job:
     return Job(name, f"-m lssar.cli bench --device cuda {words} --out OUT/CARD-{name} --overwrite", seconds)
 
 
-def tests(name: str, seconds: int, words: str, **environment: str) -> Job:
+def tests(name: str, seconds: int, words: str) -> Job:
     """With one line per test, so that the output of a job that exceeds its limit shows how far it came."""
-    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds, environment)
+    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds)
 
 
-NEXT = {"LSSAR_NEXT_KERNELS": "1"}  # kernels that no GPU has run yet, see docs/development/kernel-notes.md
-PARTS = "benchmarks/fused_lab.py parts 64x256x1024 64x128x2048 128x128x2048 64x16x8192 128x16x8192 64x64x16384"
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
 JOBS = (
     tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
-    Job("parts", PARTS, 60),
-    Job("parts-next", PARTS, 60, NEXT),
-    Job("check-next", "benchmarks/fused_lab.py check", 90, NEXT),
-    tests("next", 300, "-m gpu tests/ops/test_fused.py tests/ops/test_steep.py tests/ops/test_not_finite.py", **NEXT),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
     Job("mixed-decode", "benchmarks/mixed_model.py decode --out OUT/CARD-mixed-decode.json", 60),
     Job("window-lab", "benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512 --no-flex", 150),
@@ -117,49 +114,59 @@ def card() -> str:
     return torch.cuda.get_device_name().split()[-1].lower()
 
 
-def run(job: Job, out: Path, name: str, seconds: float) -> str:
-    """Run one job in its own process and return how it ended."""
-    words = shlex.split(job.words.replace("OUT", str(out)).replace("CARD", name))
-    if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
-        words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-    with open(out / f"{job.name}.txt", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # with the compilers that it started
-            process.wait()
-            return f"cut off after {seconds:.0f} s"
-    if code == 0:
-        (out / f"{job.name}.done").touch()
-    return "done" if code == 0 else f"FAILED with {code}, see {job.name}.txt"
+@dataclass(frozen=True, kw_only=True)
+class Benchmarks(Queue[Job]):
+    """One job at a time in a folder: each needs the machine to itself, and its own process, which can be killed."""
+
+    out: Path
+    card: str
+    whole_jobs: bool = True
+
+    def key(self, job: Job) -> str:
+        return job.name
+
+    def folder(self, job: Job) -> Path:
+        return self.out
+
+    def finished(self, job: Job) -> bool:
+        return (self.out / f"{job.name}.done").exists()
+
+    def expected_seconds(self, job: Job) -> float:
+        return job.seconds
+
+    def run(self, job: Job, say: Say) -> None:
+        words = shlex.split(job.words.replace("OUT", str(self.out)).replace("CARD", self.card))
+        if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
+            words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
+        paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        with open(self.out / f"{job.name}.txt", "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(job.seconds)
+            except subprocess.TimeoutExpired:
+                raise JobFailed(f"{job.name}: cut off after {job.seconds} s") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)  # with the compilers that it started
+                    process.wait()
+        if code:
+            raise JobFailed(f"{job.name}: failed with {code}, see {job.name}.txt")
+        (self.out / f"{job.name}.done").touch()
 
 
 def main(jobs: tuple[Job, ...] = JOBS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--limit", type=float, help="seconds in all")
     parser.add_argument("--only", nargs="+", choices=[job.name for job in jobs])
-    arguments = parser.parse_args()
-    name, out, ends = card(), arguments.out.resolve(), time.monotonic() + arguments.limit
-    out.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    for job in jobs:
-        if (arguments.only and job.name not in arguments.only) or (out / f"{job.name}.done").exists():
-            continue
-        if ends - time.monotonic() < job.seconds:
-            print(f"{job.name}: not started, may take {job.seconds} s", flush=True)
-            continue
-        began = time.monotonic()
-        how = run(job, out, name, job.seconds)
-        failed += how != "done"
-        print(f"{job.name}: {how} ({time.monotonic() - began:.0f} s)", flush=True)
-    return 1 if failed else 0
+    asked = parser.parse_args()
+    chosen = tuple(job for job in jobs if job.name in (asked.only or [job.name]))
+    deadline = None if asked.limit is None else time.time() + asked.limit
+    return int(bool(work_through(Benchmarks(jobs=chosen, deadline=deadline, out=asked.out.resolve(), card=card()))))
 
 
 if __name__ == "__main__":

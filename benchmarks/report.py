@@ -1,11 +1,17 @@
 """Write the tables of the README and docs from the committed results, so that they cannot drift.
 
-A table is between `<!-- results: results/NAME.json MODE... [FIELD=VALUE,...] -->` and `<!-- end -->`. In place of
-modes, `lengths` makes the table of `lssar eval length`, `downstream` that of `lssar eval downstream` and `decode` that
-of `lssar bench --decode`; for those the name may be of several files, joined by a comma. `attack` makes the table of
-`python -m tests.attack`, `fuzz` that of the fuzzers. `ratios COMMIT` makes one of the lines that
-`fused_lab.py ratios` printed at that commit, from the text that keeps them; `verdicts` counts the claims that
-`lssar reproduce report` decided; `scale plan|parts|steps|memory|models` those of `benchmarks/scale.py`.
+A table is between `<!-- results: results/NAME.json WORDS -->` and `<!-- end -->`. Several files are joined by commas.
+The words are modes of `lssar bench` (`forward both [FIELD=VALUE,...]`) or one of these:
+
+    compare                          a column for each contestant of `lssar bench`
+    decode                           `lssar bench --decode`
+    lengths, downstream              `lssar eval length`, `lssar eval downstream`
+    verdicts, far                    claims and far lengths of `lssar reproduce report`
+    ratios COMMIT                    what `fused_lab.py ratios` printed at that commit
+    mixed train|decode               `mixed_model.py`
+    scale plan|parts|steps|memory|models     `scale.py`
+    attack, fuzz                     `python -m tests.attack`, the fuzzers
+
 Numbers in sentences come from statements.py. `python benchmarks/report.py` fills all of them in; with `--check` it only
 says whether that would change anything.
 """
@@ -16,6 +22,7 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import statements
@@ -30,24 +37,10 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] == "ratios":
         return ratio_table(paths[0].read_text(), words[1])
     results = [json.loads(path.read_text()) for path in paths]
-    if words == ["verdicts"]:
-        return verdict_counts(results[0])
-    if words == ["fuzz"]:
-        return fuzz_table(results)
-    if words == ["attack"]:
-        return attack_table(*results)
-    if words == ["lengths"]:
-        return length_table(results)
-    if words == ["downstream"]:
-        return downstream_table(results)
-    if words == ["decode"]:
-        return decode_table(results)
-    if words == ["far"]:
-        return far_table(results[0])
-    if words == ["speed"]:
-        return speed_table(results)
-    if words[0] == "scale":
-        return SCALE_TABLES[words[1]](results[0])
+    if words[0] in TABLES:
+        return TABLES[words[0]](results)
+    if words[0] in GROUPS:
+        return GROUPS[words[0]][words[1]](results[0])
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -280,6 +273,55 @@ def _obstacle(row: dict) -> str:
     return next((f"{key}: {row[key]}" for key in ("unavailable", "incorrect", "failed") if key in row), "-")
 
 
+def compare_table(result: dict) -> str:
+    """A row for each shape and a column for each contestant: milliseconds forward and both, with the ratio of both."""
+    names = list(dict.fromkeys(row["contestant"] for row in result["rows"]))
+    lines: dict[str, dict[str, str]] = {}
+    for row in result["rows"]:
+        shape = f"{row['batch']} x {row['heads']} x {row['length']:,} x {row['head_size']}"
+        shape += f", window {row['window']}" if row.get("window") else ""
+        peer = _peer(row, result["rows"])
+        if "both_ms" in row and peer:
+            ratio = "" if peer is row else f" ({row['both_ms'] / peer['both_ms']:.2f}x)"
+            cell = f"{_shown(row['forward_ms'])} / {_shown(row['both_ms'])}{ratio}"
+        else:
+            cell = _obstacle(row)
+        lines.setdefault(shape, {})[row["contestant"]] = cell
+    head = ["batch x heads x length x head size", *(f"`{name}`" for name in names)]
+    rows = [[shape, *(cells.get(name, "-") for name in names)] for shape, cells in lines.items()]
+    return markdown_table(head, rows) + f"\n{_machine(result['environment'])}. {_command(result)}"
+
+
+def mixed_train_table(result: dict) -> str:
+    """Tokens a second in training, of mixed models and of the uniform one."""
+    return _by_arm(
+        result, "length", lambda row: f"{row['length']:,}", lambda row: f"{row['tokens_per_s']:,}", "tokens_per_s"
+    )
+
+
+def mixed_decode_table(result: dict) -> str:
+    """Milliseconds of a decode step and size of the cache."""
+
+    def case(row: dict) -> str:
+        return f"{row['context']:,}, batch {row['batch']}"
+
+    def cells(row: dict) -> str:
+        return f"{row['step_ms']:.2f} ms, cache {row['cache_mib'] / 1024:.1f} GiB"
+
+    return _by_arm(result, "keys in the cache", case, cells, "step_ms")
+
+
+def _by_arm(result: dict, first: str, case: Callable[[dict], str], cell: Callable[[dict], str], ratio: str) -> str:
+    """Of `mixed_model.py`: a row for each case and a column for each arm, with the ratio to the first arm."""
+    arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))
+    lines: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        to_first = "" if row["arm"] == arms[0] else f" ({row[f'{ratio}_ratio']:.2f}x)"
+        lines.setdefault(case(row), []).append(cell(row) + to_first)
+    table = markdown_table([first, *arms], [[name, *cells] for name, cells in lines.items()])
+    return table + f"\n{_machine(result['environment'])}. {_command(result)}"
+
+
 def scale_plan_table(result: dict) -> str:
     """The 1B run on several numbers of cards."""
     rows = [
@@ -355,9 +397,23 @@ def _command(result: dict) -> str:
     return f"Command: `{result['command']}`.\n"
 
 
-SCALE_TABLES = {
-    "plan": scale_plan_table, "parts": scale_parts_table, "steps": scale_steps_table, "memory": scale_memory_table,
-    "models": scale_models_table,
+TABLES: dict[str, Callable[[list[dict]], str]] = {
+    "attack": lambda results: attack_table(*results),
+    "compare": lambda results: compare_table(results[0]),
+    "decode": decode_table,
+    "downstream": downstream_table,
+    "far": lambda results: far_table(results[0]),
+    "fuzz": fuzz_table,
+    "lengths": length_table,
+    "speed": speed_table,
+    "verdicts": lambda results: verdict_counts(results[0]),
+}
+GROUPS: dict[str, dict[str, Callable[[dict], str]]] = {
+    "mixed": {"train": mixed_train_table, "decode": mixed_decode_table},
+    "scale": {
+        "plan": scale_plan_table, "parts": scale_parts_table, "steps": scale_steps_table, "memory": scale_memory_table,
+        "models": scale_models_table,
+    },
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The queue of benchmarks/gpu.py: jobs that ended well are not repeated, others say how they ended."""
+"""benchmarks/gpu.py: finished jobs are not repeated, others say why they are not finished."""
 
 import dataclasses
 import sys
@@ -18,8 +18,8 @@ def test_what_is_done_is_not_run_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpu.py", str(tmp_path), "--limit", "500"])
     assert gpu.main((good, bad, slow, large)) == 1
     said = capsys.readouterr().out
-    assert "good: done" in said and "bad: FAILED with 3, see bad.txt" in said and "slow: cut off after 1 s" in said
-    assert "large: not started, may take 1000 s" in said
+    assert "job 1 of 4: good" in said and "bad: failed with 3, see bad.txt" in said
+    assert "slow: cut off after 1 s" in said and "large would take 1000 s" in said
     assert (tmp_path / "good.txt").read_text() == "said\n"
     assert gpu.main((good, dataclasses.replace(bad, words="-c pass"))) == 0
     assert (tmp_path / "abacus-y").read_text() == "x"  # once

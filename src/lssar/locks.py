@@ -82,7 +82,11 @@ def _take(path: Path, purpose: str) -> Any:
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:  # the process that held the folder has removed it
+            path.parent.mkdir(parents=True, exist_ok=True)
+            continue
         try:
             _lock(handle)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Newton's law: the sweep over arms, stopped, gone on with, shared by workers and added to."""
+"""Newton's law: the sweep over arms, stopped, resumed, shared by workers and added to."""
 
 import dataclasses
 import json
@@ -10,16 +10,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lssar.experiments import queue
+from lssar.experiments.newton import sweep
 from lssar.experiments.newton.arms import run_job
 from lssar.experiments.newton.families import SCALES, Job, claim, families_in, jobs_of, test_points
 from lssar.experiments.newton.orbits import WORLDS, draw, shown
 from lssar.experiments.newton.results import collect, oracles
-from lssar.experiments.newton.sweep import Schedule, effort, run_all
+from lssar.experiments.newton.sweep import Sweep, run_all
 from lssar.experiments.newton.training import random_stream
 from tests.experiments.newton_sweep import SMALL
 
@@ -47,11 +50,11 @@ def test_every_arm_is_run_and_recorded(finished_sweep):
     assert families_in(finished_sweep) == (SMALL,)
 
 
-def test_stopped_at_any_point_and_gone_on_with_is_the_same(finished_sweep, tmp_path):
+def test_stopped_at_any_point_and_resumed_is_the_same(finished_sweep, tmp_path):
     """A clock that stops the sweep after ever more steps: in pre-training, between arms, in the probe."""
-    sweep = dataclasses.replace(SMALL, mechanisms=("lssar",), seeds=(0,))
-    job = jobs_of((sweep,))[0]
-    claim((sweep,), tmp_path)
+    family = dataclasses.replace(SMALL, mechanisms=("lssar",), seeds=(0,))
+    job = jobs_of((family,))[0]
+    claim((family,), tmp_path)
     done, starts = False, 0
     while not done:
         starts += 1
@@ -97,54 +100,49 @@ def test_on_a_bare_machine_only_what_is_missing_is_run(finished_sweep, tmp_path)
 
 def test_effort_is_what_is_missing(finished_sweep, tmp_path):
     full = Job(SMALL, "lssar", 0)
-    assert effort(full, finished_sweep) == 0
-    no_probe = effort(Job(SMALL, "lssar", 1), tmp_path)
-    assert effort(full, tmp_path) > no_probe
+    assert Sweep(jobs=(), out=finished_sweep, device="cpu").effort(full) == 0
+    effort = Sweep(jobs=(), out=tmp_path, device="cpu").effort
+    no_probe = effort(Job(SMALL, "lssar", 1))
+    assert effort(full) > no_probe
     (tmp_path / "arms").mkdir()
     for arm, start, _ in full.arms():
         if start == "pretrained":
             (tmp_path / "arms" / f"{arm}.json").touch()
     (tmp_path / "probes").mkdir()
     (tmp_path / "probes" / f"{full.name}.json").touch()
-    assert 0 < 2 * effort(full, tmp_path) < no_probe  # fresh arms need no pre-training
+    assert 0 < 2 * effort(full) < no_probe  # fresh arms need no pre-training
 
 
-def test_no_job_is_begun_that_would_not_be_finished(tmp_path):
+def test_no_job_is_started_that_would_not_finish(tmp_path, monkeypatch):
+    """By the clock a job takes 100 s for each unit of the first one's effort; 500 are left."""
+    clock = iter([0, 100, 200, 10_000])
+    slow = SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(queue, "time", slow)
+    started, said = [], []
+    monkeypatch.setattr(sweep, "run_job", lambda job, *_: started.append(job) or True)
+    assert not run_all((SMALL,), tmp_path, "cpu", time_limit=500, say=said.append)
+    assert [job.seed for job in started] == [0, 0]  # the second took long: the others would not finish
+    assert sum("not started" in line for line in said) == 2
+
+
+def test_a_worker_continues_with_the_mechanism_it_has_compiled(tmp_path):
     jobs = jobs_of((SMALL,))
-    schedule = Schedule(jobs, tmp_path, time.time() + 1000)
-    first = schedule.take()
-    assert first == jobs[0]
-    second = schedule.take()  # with none finished there is nothing to go by
-    schedule.finished(first, 10)
-    assert schedule.take(first).seed == 1
-    schedule.finished(second, 1500)
-    schedule.finished(second, 1500)
-    assert schedule.take() is None
-    assert len(schedule.waiting) == 1
-    schedule.until = None
-    assert schedule.take() is not None
-    assert schedule.take() is None
-
-
-def test_a_worker_goes_on_with_the_mechanism_it_has_compiled(tmp_path):
-    schedule = Schedule(jobs_of((SMALL,)), tmp_path, None)
-    lssar_first, softmax_first = schedule.take(), schedule.take()
-    assert (schedule.take(softmax_first).mechanism, schedule.take(softmax_first).mechanism) == ("softmax", "lssar")
-    schedule = Schedule(jobs_of((SMALL,)), tmp_path, None)
-    schedule.take()
-    assert schedule.take(lssar_first) == softmax_first  # lower seeds first all the same
+    order = Sweep(jobs=tuple(jobs), out=tmp_path, device="cpu").choose
+    lssar_first, softmax_first, lssar_second, softmax_second = jobs
+    assert order([lssar_second, softmax_second], softmax_first) == softmax_second
+    assert order([lssar_second, softmax_second], None) == lssar_second
+    assert order([softmax_first, lssar_second], lssar_first) == softmax_first  # lower seeds first all the same
 
 
 @pytest.mark.slow
-def test_a_job_that_fails_does_not_end_the_others(tmp_path):
+def test_a_job_that_fails_does_not_end_the_others(tmp_path, capfd):
     out = tmp_path / "sweep"
     family = dataclasses.replace(SMALL, seeds=(0,), probe=None, labels=(4,))
     (out / "predictions").mkdir(parents=True)
     (out / "predictions/wellposed-lssar-seed0-pretrained-4.safetensors").mkdir()  # cannot be written
-    said = []
-    with pytest.raises(OSError, match="wellposed-lssar-seed0-pretrained-4"):
-        run_all((family,), out, "cpu", workers=2, say=said.append)
-    assert any(line.startswith("wellposed-lssar-seed0: failed: ") for line in said)
+    with pytest.raises(RuntimeError, match="wellposed-lssar-seed0"):
+        run_all((family,), out, "cpu", workers=2)
+    assert "wellposed-lssar-seed0 failed; continuing with the next job" in capfd.readouterr().out
     assert set(arms_in(out)) == {f"wellposed-softmax-seed0-{start}-4" for start in ("pretrained", "fresh")}
 
 
@@ -199,7 +197,7 @@ def test_two_workers_do_the_same_and_stop_when_told(finished_sweep, tmp_path):
     out = tmp_path / "stopped"
     process = subprocess.Popen([*command, str(out), "long"], env=environment, stdout=subprocess.PIPE, text=True)
     try:
-        assert "pre-training" in process.stdout.readline()
+        assert any("pre-training" in line for line in process.stdout)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=60)
     finally:

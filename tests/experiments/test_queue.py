@@ -6,7 +6,7 @@ import re
 import time
 from types import SimpleNamespace
 
-from lssar.experiments import EXPERIMENTS, SCALES, arms_of, runner
+from lssar.experiments import EXPERIMENTS, SCALES, arms_of, queue, runner
 from lssar.experiments.evaluations import Length
 from lssar.experiments.published import LOSSES
 from lssar.locks import hold
@@ -23,7 +23,7 @@ def let_arms_take_100_seconds(monkeypatch):
     """By the clock that times them; nearly none by that of the deadline."""
     clock = iter(range(0, 10_000, 100))
     slow = SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
-    monkeypatch.setattr(runner, "time", slow)
+    monkeypatch.setattr(queue, "time", slow)
 
 
 def test_table4_from_nothing_interrupted_and_gone_on_with(small, capsys):
@@ -67,7 +67,7 @@ def test_two_workers_share_the_arms(small, tmp_path, capfd):
 def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
     scale = scale_in(small)
     held = arms_of([EXPERIMENTS["table1"]], scale)[0]
-    with hold(scale.runs / held.key, "working on an arm", runner.ARM_LOCK):
+    with hold(scale.runs / held.key, "working on an arm", queue.LOCK):
         assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 0
         assert "1 of 4 arms are not finished" in capsys.readouterr().out
         assert not (scale.results / f"{held.key}.json").exists()
@@ -77,7 +77,7 @@ def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
 
 def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
     let_arms_take_100_seconds(monkeypatch)
-    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, watch, say: None)
+    monkeypatch.setattr(runner, "run_arm", lambda arms, arm, say: None)
     arguments = ("table1", "--scale", "smoke", "--out", str(small), "--time-limit", "90")
     assert reproduce(*arguments, "--whole-arms") == 0
     said = capsys.readouterr().out
@@ -90,8 +90,8 @@ def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
 def test_other_seeds_tell_how_long_an_arm_takes(small):
     scale = scale_in(small)
     arm = next(a for a in arms_of([EXPERIMENTS["controls"]], scale) if a.name == "lssar")
-    queue = runner.Queue(arms=(arm,), scale=scale, data=small, command="", required={arm.key: ()})
-    assert runner._seconds_of_another_seed(queue, arm) is None
+    arms = runner.ArmQueue(jobs=(arm,), scale=scale, data=small, command="", required={arm.key: ()})
+    assert arms.expected_seconds(arm) is None
     record = {
         "training": {"tokens": 1000, "tokens_per_s": 50.0}, "evaluations": {"length-16x": {"seconds": 2.5}},
         "environment": runner.environment(), "content": arm.content | {"seed": 1},
@@ -99,11 +99,11 @@ def test_other_seeds_tell_how_long_an_arm_takes(small):
     write_json(scale.results / "lssar-seed1-0123.json", record)
     shorter = record | {"content": record["content"] | {"steps": 1}, "evaluations": {"other": {"seconds": 1e9}}}
     write_json(scale.results / "lssar-seed1-4567.json", shorter)  # another arm with the same name
-    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+    assert arms.expected_seconds(arm) == 22.5
     write_json(scale.results / "lssar-p3-seed1-0123.json", record | {"evaluations": {"other": {"seconds": 1e9}}})
     elsewhere = record["environment"] | {"cpu": "another"}
     write_json(scale.results / "lssar-seed2-0123.json", record | {"environment": elsewhere, "evaluations": {}})
-    assert runner._seconds_of_another_seed(queue, arm) == 22.5
+    assert arms.expected_seconds(arm) == 22.5
 
 
 def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
@@ -111,18 +111,18 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
     scale = scale_in(small)
     scale.runs.mkdir(parents=True)
     arms = tuple(arms_of([EXPERIMENTS["table1"]], scale))
-    queue = runner.Queue(
-        arms=arms, scale=scale, data=small, command="", required={arm.key: ("length-16x",) for arm in arms},
-        deadline=time.time() + 90, whole_arms=True,
+    both = runner.ArmQueue(
+        jobs=arms, scale=scale, data=small, command="", required={arm.key: ("length-16x",) for arm in arms},
+        deadline=time.time() + 90, whole_jobs=True,
     )  # fmt: skip
     let_arms_take_100_seconds(monkeypatch)
     started = []
-    monkeypatch.setattr(runner, "run_arm", lambda queue, arm, *_: started.append(arm))
-    runner._work(queue, runner.quietly, print, workers=2)
+    monkeypatch.setattr(runner, "run_arm", lambda arms, arm, say: started.append(arm))
+    queue._work(both, print, workers=2)
     assert len(started) == 4
     started.clear()
-    with hold(scale.runs / arms[-1].key, "working on an arm", runner.ARM_LOCK):
-        runner._work(queue, runner.quietly, print, workers=2)
+    with hold(scale.runs / arms[-1].key, "working on an arm", queue.LOCK):
+        queue._work(both, print, workers=2)
     assert started == [arms[0]]
 
 
@@ -173,7 +173,8 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
     def breaks(self, model, held_out):
         raise RuntimeError("device(s) busy or unavailable")
 
-    monkeypatch.setattr(runner, "device_is_lost", lambda: True)
+    for module in (queue, runner):
+        monkeypatch.setattr(module, "device_is_lost", lambda: True)
     monkeypatch.setattr(Length, "evaluate", breaks)
     assert reproduce("table1", "--scale", "smoke", "--out", str(small)) == 1
     said = capsys.readouterr().out

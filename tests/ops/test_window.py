@@ -117,16 +117,41 @@ def test_padding_may_hold_anything(spec):
     assert not clean[0][1].any() and not clean[1][1].any() and not clean[2][1].any() and not clean[3][1].any()
 
 
-@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
-def test_values_that_are_not_finite_stay_in_the_rows_that_see_them(spec):
-    q, k, v, do = tensors(Hq=1, Lq=70, D=16)
-    clean = run(q, k, v, do, SPECS[spec], window=7)[0]
-    v[:, :, 30, 3], v[:, :, 31, 5] = torch.inf, torch.nan
-    dirty = run(q, k, v, do, SPECS[spec], window=7)[0]
-    see = torch.zeros(70, 16, dtype=torch.bool, device=DEVICE)
-    see[30:37, 3] = see[31:38, 5] = True
-    assert not dirty[0, 0][see].isfinite().any()
-    torch.testing.assert_close(dirty[0, 0][~see], clean[0, 0][~see])
+def check_not_finite(spec, dtype, which, bad, at, L=40, D=16, window=7, causal=True):
+    """One bad entry in q, k, v or dO: rows that see it say so, and what it may not reach is as without it."""
+    x = dict(zip(("q", "k", "v", "dO"), tensors(Lq=L, D=D, dtype=dtype)))
+    clean = run(*x.values(), SPECS[spec], window=window, causal=causal)
+    x[which][0, 0, at, 3] = bad
+    got = run(*x.values(), SPECS[spec], window=window, causal=causal)
+    row, key = torch.arange(L)[:, None], torch.arange(L)
+    sees = (key > row - window) & (key < row + window) & ((key <= row) | (not causal))
+    rows, keys = torch.zeros(1, 2, L, dtype=torch.bool), torch.zeros(1, 1, L, dtype=torch.bool)
+    if which in ("q", "dO"):
+        rows[0, 0, at] = True
+    else:
+        rows[0] = sees[:, at]
+    keys[0, 0] = sees[rows[0, 0]].any(0)
+    note = f"{spec}, {dtype}, {bad} at {at} of {which}, window {window}"
+    lost = got[0][rows.to(DEVICE)], got[1][rows.to(DEVICE)]
+    weightless = spec == "softmax" and which == "k" and abs(bad) == torch.inf  # a score of -inf has weight 0
+    if not weightless:
+        assert which == "dO" or not lost[0].isfinite().all(-1).any(), f"{note}: o is finite"
+        assert not lost[1].isfinite().all(-1).any(), f"{note}: dq is finite"
+    for name, a, b, reached in zip(("o", "dq", "dk", "dv"), got, clean, (rows, rows, keys, keys)):
+        if name == "o" and which == "dO":
+            reached = torch.zeros_like(rows)
+        a, b = a[~reached.to(DEVICE)], b[~reached.to(DEVICE)]
+        assert a.isfinite().all(), f"{note}: {name} is not finite"
+        difference = (a.double() - b.double()).abs().max().item()
+        assert difference <= 4 * torch.finfo(dtype).eps * b.abs().max().item(), f"{note}: {name} differs"
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssa", "lssar"])
+def test_values_that_are_not_finite_stay_in_the_rows_that_see_them(spec, which):
+    bad = (torch.nan, torch.inf, -torch.inf)[list(SPECS).index(spec) % 3]
+    check_not_finite(spec, torch.float32, which, bad, 33)
+    check_not_finite(spec, torch.float16, which, torch.inf, 31, causal=False, window=2)
 
 
 def test_groups_and_strides():
@@ -266,6 +291,16 @@ def test_nothing_to_see(shape):
 def test_gpu_grid(dtype, D, spec):
     for L, window in ((63, 7), (333, 128), (1111, 300)):
         compare(*tensors(B=2, Hq=4, Hkv=2, Lq=L, D=D, dtype=dtype), SPECS[spec], f"{L}, {window}", window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssa", "lssar"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=NAMES.get)
+def test_gpu_values_that_are_not_finite(dtype, D, spec):
+    for which in ("q", "k", "v", "dO"):
+        for bad, at in ((torch.nan, 150), (torch.inf, 191), (-torch.inf, 0)):
+            check_not_finite(spec, dtype, which, bad, at, L=333, D=D, window=128)
 
 
 @pytest.mark.gpu

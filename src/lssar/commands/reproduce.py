@@ -56,7 +56,8 @@ class Reproduce:
 
     def run(self) -> None:
         from lssar.experiments import collect
-        from lssar.experiments.runner import Queue, measured, prepare_data, work_through
+        from lssar.experiments.queue import work_through
+        from lssar.experiments.runner import ArmQueue, measured, prepare_data, quietly
 
         scale = scale_of(self.scale, self.tokens, self.out)
         wanted = []
@@ -82,9 +83,10 @@ class Reproduce:
         command = f"lssar reproduce {' '.join(self.names)} --scale {self.scale}"
         command += f" --tokens {self.tokens}" if self.tokens else ""
         deadline = time.time() + self.time_limit if self.time_limit is not None else None
-        queue = Queue(
-            arms=tuple(arms), scale=scale, data=prepare_data(scale, self.data), command=command, deadline=deadline,
-            whole_arms=self.whole_arms, compile=self.compile, required=required(wanted, scale), bench=self.bench,
+        queue = ArmQueue(
+            jobs=tuple(arms), scale=scale, data=prepare_data(scale, self.data), command=command, deadline=deadline,
+            whole_jobs=self.whole_arms, compile=self.compile, required=required(wanted, scale), bench=self.bench,
+            watch=watch if self.workers == 1 else quietly,
         )  # fmt: skip
         done = sum(map(queue.finished, arms))
         steps, batch = scale.base.steps, scale.base.batch_tokens
@@ -93,7 +95,7 @@ class Reproduce:
         for experiment in wanted:
             if experiment.measure is not None:
                 measured(scale.results, experiment.name, command, experiment.measure)
-        failed = work_through(queue, self.workers, watch, say)
+        failed = work_through(queue, self.workers, say)
         files: list[Path] = []
         pictures = importlib.util.find_spec("matplotlib") is not None
         if not pictures:

@@ -27,9 +27,10 @@ ON_CPU: tuple[ScaleName, ...] = ("smoke", "laptop")
 
 
 def _row(
-    label: str, attention: str, layout: str = MIXED, *, seeds: int = 1, rank: int | None = None, **changes: Any
-) -> Row:
-    questions = DECIDING if seeds > 1 else EXPLAINING
+    label: str, attention: str, layout: str = MIXED, *, seeds: int = 1, rank: int | None = None,
+    questions: int | None = None, **changes: Any,
+) -> Row:  # fmt: skip
+    questions = questions or (DECIDING if seeds > 1 else EXPLAINING)
     also = tuple(Retrieval(task=task, multiples=None, questions=questions) for task in ("passkey", "needles", "recall"))
     return Row(
         label=label, attention=attention, layout=layout, setting="long", seeds=seeds,
@@ -56,9 +57,13 @@ EXPERIMENT = Experiment(
         _row("mixed, cosine softmax", "cosine_softmax", seeds=3),
         _row("mixed, SSMax", "ssmax", seeds=3),
         _row("mixed, cosine softmax, twice the tokens", "cosine_softmax", budget=2, seeds=3, rank=1),
+        _row("uniform softmax, twice the tokens", "softmax", "uniform", budget=2, seeds=3, rank=2),
         # Other mechanisms in the global layers, and a power that is high from the start.
-        _row("mixed, LSSAR, p = 15 fixed", "lssar", rank=0),
-        _row("mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31", rank=2),
+        _row("mixed, LSSAR, p = 15 fixed", "lssar", seeds=3, questions=EXPLAINING, rank=0),
+        _row(
+            "mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31", seeds=3, questions=EXPLAINING,
+            rank=1,
+        ),
         _row("mixed, softmax", "softmax"),
         _row("mixed, LSSA", "lssa"),
         # Without the layout.

@@ -1,4 +1,4 @@
-"""The queue: trains arms, evaluates them, and records each in its own file. It can be stopped at any time.
+"""The queue of arms: trains them, evaluates them, and records each in its own file.
 
 RESULTS/ARM.json            one arm: its results so far, recipe, data, commit, machine
 RESULTS/earlier/ARM-1.json  results of an earlier training of the same arm; the difference is noise
@@ -11,16 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +26,7 @@ from lssar.data.folder import STDLIB, DataFolder, write_stdlib
 from lssar.data.stream import TokenStream
 from lssar.experiments.arms import Arm, Scale
 from lssar.experiments.evaluations import HeldOut
-from lssar.locks import FolderInUse, held, hold
+from lssar.experiments.queue import JobFailed, Queue, Say, Stopped, device_is_lost
 from lssar.model import GPT
 from lssar.records import environment, write_json
 from lssar.runs import Run
@@ -37,26 +35,27 @@ from lssar.training.loop import TrainingDiverged, train
 from lssar.training.metrics import flops_per_token, read_metrics, summarise
 from lssar.training.recipes import Recipe
 
-ARM_LOCK = ".arm.lock"
-
-Say = Callable[[str], None]
 Report = Callable[[dict[str, Any]], None]
 Watch = Callable[[Arm], contextlib.AbstractContextManager[Report]]
 
 
-class Stopped(Exception):
-    """Out of time, or asked to stop; finished work is kept."""
+@contextlib.contextmanager
+def quietly(arm: Arm) -> Iterator[Report]:
+    """Progress as plain lines, one for each tenth of the steps."""
 
+    def report(row: dict[str, Any]) -> None:
+        step, steps = row["step"], arm.recipe.steps
+        if step == steps or step * 10 // steps != (step - 1) * 10 // steps:
+            speed = f"{row['tokens_per_s'] / 1e3:.0f}K tokens/s"
+            print(f"{arm.key} {step}/{steps} loss {row['loss']:.3f} {speed}", flush=True)
 
-class EvaluationFailed(Exception):
-    """A required evaluation failed; its traceback has been printed."""
+    yield report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
-    """The settings of a queue, as plain values that can be sent to another process."""
+class ArmQueue(Queue[Arm]):
+    """Arms of experiments at one scale."""
 
-    arms: tuple[Arm, ...]
     required: dict[str, tuple[str, ...]]
     """By arm, the keys of the evaluations without which it is not finished; others are made where possible."""
     scale: Scale
@@ -64,29 +63,52 @@ class Queue:
     command: str
     bench: Path | None = None
     """Folder of benchmark files."""
-    deadline: float | None = None
-    """In terms of time.time()."""
-    whole_arms: bool = False
-    """Start no arm that would probably not finish by the deadline, judged by other seeds of the same arm or, if there
-    are none, by the slowest arm of this process."""
     compile: bool | None = None
     """Overrides the recipe; not part of an arm's identity."""
+    watch: Watch = quietly
+    """Shows the progress of a training."""
+    noun: ClassVar[str] = "arm"
+
+    def key(self, job: Arm) -> str:
+        return job.key
+
+    def folder(self, job: Arm) -> Path:
+        return self.scale.runs / job.key
 
     def result(self, arm: Arm) -> Path:
         return self.scale.results / f"{arm.key}.json"
 
-    def run(self, arm: Arm) -> Path:
-        return self.scale.runs / arm.key
-
-    def finished(self, arm: Arm) -> bool:
-        path = self.result(arm)
+    def finished(self, job: Arm) -> bool:
+        path = self.result(job)
         if not path.exists():
             return False
         result = load_result(path)
-        return "diverged" in result or set(self.required[arm.key]) <= set(result["evaluations"])
+        return "diverged" in result or set(self.required[job.key]) <= set(result["evaluations"])
 
-    def time_left(self) -> float | None:
-        return None if self.deadline is None else self.deadline - time.time()
+    def run(self, job: Arm, say: Say) -> None:
+        if self.result(job).exists():
+            say(f"{job.key}: some of its evaluations are missing")
+        try:
+            run_arm(self, job, say)
+        finally:
+            if torch.cuda.is_available():
+                torch.compiler.reset()
+                torch.cuda.empty_cache()
+
+    def effort(self, job: Arm) -> float:
+        return job.recipe.steps
+
+    def expected_seconds(self, job: Arm) -> float | None:
+        """Seconds that another seed of the arm took on a machine of the same kind, if one is recorded."""
+        kind = lambda e: e.get("gpu") or e["cpu"]  # noqa: E731
+        same = lambda content: {key: value for key, value in content.items() if key != "seed"}  # noqa: E731
+        here, found = kind(environment()), []
+        for path in self.scale.results.glob(f"{job.name}-seed*.json"):
+            result = load_result(path)
+            if kind(result["environment"]) == here and same(result["content"]) == same(job.content):
+                training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
+                found.append(training + sum(made["seconds"] for made in result["evaluations"].values()))
+        return max(found, default=None)
 
 
 def prepare_data(scale: Scale, given: Path | None) -> Path:
@@ -111,144 +133,16 @@ def prepare_data(scale: Scale, given: Path | None) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def quietly(arm: Arm) -> Iterator[Report]:
-    """Progress as plain lines, one for each tenth of the steps."""
-
-    def report(row: dict[str, Any]) -> None:
-        step, steps = row["step"], arm.recipe.steps
-        if step == steps or step * 10 // steps != (step - 1) * 10 // steps:
-            speed = f"{row['tokens_per_s'] / 1e3:.0f}K tokens/s"
-            print(f"{arm.key} {step}/{steps} loss {row['loss']:.3f} {speed}", flush=True)
-
-    yield report
-
-
-def work_through(queue: Queue, workers: int = 1, watch: Watch = quietly, say: Say = print) -> list[str]:
-    """Work on all arms until they are finished or time is up; returns the keys of those that failed."""
-    queue.scale.runs.mkdir(parents=True, exist_ok=True)
-    if workers == 1:
-        return _work(queue, watch, say)
-    # Workers compile while others train: together they should not start more compilers than there are cores.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    context = multiprocessing.get_context("spawn")
-    failures: Any = context.Queue()
-    threads = max(1, torch.get_num_threads() // workers)
-    processes = [context.Process(target=_worker, args=(queue, failures, threads, workers)) for _ in range(workers)]
-    for process in processes:
-        process.start()
-
-    def pass_on(number: int, frame: Any) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGTERM)  # the worker finishes the current step and saves
-
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for process in processes:
-            process.join()
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-    failed: list[str] = []
-    while not failures.empty():
-        failed.append(failures.get())
-    if any(process.exitcode not in (0, -signal.SIGTERM) for process in processes):
-        raise RuntimeError(f"workers exited with {[process.exitcode for process in processes]}; see above")
-    return failed
-
-
-def _worker(queue: Queue, failures: Any, threads: int, workers: int) -> None:
-    torch.set_num_threads(threads)  # more threads than cores slow each other down
-    os.setsid()  # Ctrl-C reaches only the parent, which forwards it once; a second signal would kill
-    for key in _work(queue, quietly, lambda text: print(text, flush=True), workers):
-        failures.put(key)
-
-
-def _work(queue: Queue, watch: Watch, say: Say, workers: int = 1) -> list[str]:
-    failed: list[str] = []
-    pace = 0.0  # seconds per step of the slowest arm of this process
-    for number, arm in enumerate(queue.arms, 1):
-        if queue.finished(arm):
-            continue
-        with contextlib.ExitStack() as claim:
-            try:
-                claim.enter_context(hold(queue.run(arm), "working on an arm", ARM_LOCK))
-            except FolderInUse:
-                continue
-            if queue.finished(arm):  # by another process, meanwhile
-                continue
-            left = queue.time_left() if queue.whole_arms else None
-            likely = 0.0 if left is None else _seconds_of_another_seed(queue, arm) or pace * arm.recipe.steps
-            if left is not None and left < likely:
-                likely *= min(1.0, _at_work(queue) / workers)  # fewer workers make each one faster
-            if left is not None and left < likely:
-                say(f"{arm.key} would take {likely:.0f} s and {max(left, 0):.0f} s are left: not started")
-                continue
-            again = " (some of its evaluations are missing)" if queue.result(arm).exists() else ""
-            say(f"arm {number} of {len(queue.arms)}: {arm.key}{again}")
-            began = time.monotonic()
-            try:
-                run_arm(queue, arm, watch, say)
-                pace = max(pace, (time.monotonic() - began) / arm.recipe.steps)
-            except Stopped as reason:
-                say(f"stopped: {reason}; the same command resumes")
-                return failed
-            except (EvaluationFailed, FolderInUse) as reason:
-                say(f"{reason}; continuing with the next arm")
-                failed.append(arm.key)
-            except Exception:
-                failed.append(arm.key)
-                if device_is_lost():  # every further arm would fail too
-                    say(f"{arm.key}: the GPU no longer responds to this process, which exits\n{traceback.format_exc()}")
-                    return failed
-                say(f"{arm.key} failed; continuing with the next arm\n{traceback.format_exc()}")
-            if torch.cuda.is_available():
-                torch.compiler.reset()
-                torch.cuda.empty_cache()
-    return failed
-
-
-def _seconds_of_another_seed(queue: Queue, arm: Arm) -> float | None:
-    """Seconds that another seed of the arm took on a machine of the same kind, if one is recorded."""
-    kind = lambda e: e.get("gpu") or e["cpu"]  # noqa: E731
-    same = lambda content: {key: value for key, value in content.items() if key != "seed"}  # noqa: E731
-    here, found = kind(environment()), []
-    for path in queue.scale.results.glob(f"{arm.name}-seed*.json"):
-        result = load_result(path)
-        if kind(result["environment"]) == here and same(result["content"]) == same(arm.content):
-            training = result["training"]["tokens"] / result["training"]["tokens_per_s"]
-            found.append(training + sum(made["seconds"] for made in result["evaluations"].values()))
-    return max(found, default=None)
-
-
-def _at_work(queue: Queue) -> int:
-    """The number of arms that are locked, by this process too."""
-    return sum(held(queue.run(arm), ARM_LOCK) for arm in queue.arms)
-
-
-def device_is_lost() -> bool:
-    """Whether calls to the GPU fail in this process, as they do after some errors."""
-    if not torch.cuda.is_available():
-        return False
-    try:
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False
-
-
-def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) -> dict[str, Any]:
+def run_arm(queue: ArmQueue, arm: Arm, say: Say) -> dict[str, Any]:
     """Train and evaluate what is missing, and record the results.
 
     An evaluation that fails affects neither the training nor other evaluations, which are recorded; the arm stays
     unfinished if the evaluation is a required one. A training that diverges is a result too: it is recorded without
     evaluations, and not repeated.
     """
-    run = queue.run(arm)
+    run = queue.folder(arm)
     try:
-        _train(queue, arm, run, watch)
+        _train(queue, arm, run)
     except TrainingDiverged as problem:
         say(f"{arm.key}: {problem}")
         steps = read_metrics(run)[-1]["step"]
@@ -285,15 +179,15 @@ def run_arm(queue: Queue, arm: Arm, watch: Watch = quietly, say: Say = print) ->
         _record(queue.result(arm), result)
     _record(queue.result(arm), result)
     if failed := set(required) - set(made):
-        raise EvaluationFailed(f"{arm.key} is trained, but these evaluations failed: {', '.join(sorted(failed))}")
+        raise JobFailed(f"{arm.key} is trained, but these evaluations failed: {', '.join(sorted(failed))}")
     for checkpoint in (run / "checkpoints").glob("step-*"):  # further evaluations need only the weights
         (checkpoint / "optimiser.safetensors").unlink(missing_ok=True)
     return result
 
 
-def _about(queue: Queue, arm: Arm, model: GPT, recipe: Recipe, step: int) -> dict[str, Any]:
+def _about(queue: ArmQueue, arm: Arm, model: GPT, recipe: Recipe, step: int) -> dict[str, Any]:
     """The result of an arm without its evaluations."""
-    run = queue.run(arm)
+    run = queue.folder(arm)
     return {
         "arm": arm.key,
         "name": arm.name,
@@ -344,7 +238,7 @@ def earlier_folder(results: Path) -> Path:
     return results / "earlier"
 
 
-def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
+def _train(queue: ArmQueue, arm: Arm, run: Path) -> None:
     recipe = arm.recipe.replace(data=str(queue.data))
     if queue.compile is not None:
         recipe = recipe.replace(compile=queue.compile)
@@ -355,7 +249,7 @@ def _train(queue: Queue, arm: Arm, run: Path, watch: Watch) -> None:
     left = queue.time_left()
     if left is not None and left <= 0:
         raise Stopped("out of time")
-    with watch(arm) as report:
+    with queue.watch(arm) as report:
         last = train(recipe, run, report=report, stop_after=left)
     if last["step"] < recipe.steps:
         raise Stopped(f"{arm.key} is at step {last['step']:,} of {recipe.steps:,}")

@@ -14,6 +14,8 @@ Shape letters: B batch, H query heads, h key heads, Lq, Lk lengths, C columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ ROWS_AT_ONCE = 256
 
 def without_nonfinite(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def with_weights(do: Tensor, dw: Tensor) -> Tensor:
+    """`do` with NaN in rows whose gradient of the weights is not finite."""
+    return do.masked_fill(~dw.isfinite().all(-1, keepdim=True), torch.nan)
 
 
 class NonFinite:
@@ -52,17 +59,16 @@ class NonFinite:
     def weights(self, w: Tensor) -> Tensor:
         return w.masked_fill(self.weightless & self.see.dense(self.Lk), torch.nan)
 
-    def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(self, grads: Sequence[Tensor | None], do: Tensor) -> list[Tensor | None]:
         """Gradients computed without the entries that are not finite, `do`'s own included, with NaN where they belong.
 
-        `do` is as it was given.
+        `grads`: of q, k and v, then of learned numbers (H,), which have a part in every row of their head; None stays
+        None. `do` is as it was given.
         """
         rows = self.rows_without_gradient(do)
-        return (
-            dq.masked_fill(rows, torch.nan),
-            dk.masked_fill(self._seeing_keys(rows), torch.nan),
-            dv.masked_fill(self._seeing_keys(self.weightless | ~do.isfinite()), torch.nan),
-        )
+        heads = rows.any(2).any(0).squeeze(-1)
+        lost = (rows, self._seeing_keys(rows), self._seeing_keys(self.weightless | ~do.isfinite()), heads, heads)
+        return [None if x is None else x.masked_fill(where, torch.nan) for x, where in zip(grads, lost)]
 
     def rows_without_gradient(self, do: Tensor) -> Tensor:
         """(B, H, Lq, 1): rows for which the gradient of the scores is not defined."""

@@ -198,7 +198,8 @@ def in_range(x: Tensor) -> Tensor:
 
 def may_branch(*tensors: Tensor) -> bool:
     """Whether values can be read here; under `vmap` there are many at a time."""
-    return not any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
+    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    return not any(test(x) for x in tensors for test in batched)
 
 
 def finite(*tensors: Tensor) -> bool:

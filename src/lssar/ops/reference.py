@@ -5,13 +5,15 @@ Shape letters: B batch, H query heads, Lq, Lk lengths, D head size. Every other 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from lssar.ops.containment import NonFinite, without_nonfinite
+from lssar.ops.containment import NonFinite, with_weights, without_nonfinite
 from lssar.ops.numerics import (
     EXP_LIMIT,
     FIRST_ROWS,
@@ -136,7 +138,7 @@ def safe_reference_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`reference_attention` for users: half types in float32, float64 where float32's range might not do.
 
-    NaN and inf in the inputs stay within the rows that see them: see containment.py.
+    NaN and inf in the inputs and in incoming gradients stay within the rows that see them: see containment.py.
     """
     with torch.autocast(q.device.type, enabled=False):
         visible = see.dense(k.shape[2])
@@ -144,7 +146,23 @@ def safe_reference_attention(
         if may_branch(*given) and not finite(*given):
             o, w = _Contained.apply(q, k, v, gain, threshold, see, spec)
             return o, w
-        return _any_range(q, k, v, visible, spec, gain, threshold)
+        if not _in_plain_autograd(given):
+            return _any_range(q, k, v, visible, spec, gain, threshold)
+        incoming = _Incoming(see)
+        q, k, v, *numbers = _Given.apply(incoming, *given)
+        gain = None if gain is None else numbers.pop(0)
+        threshold = None if threshold is None else numbers.pop(0)
+        o, w = _Results.apply(incoming, *_any_range(q, k, v, visible, spec, gain, threshold))
+        return o, w
+
+
+def _in_plain_autograd(given: list[Tensor]) -> bool:
+    """Whether there will be a backward pass that autograd runs by itself: not compiled, no transform of torch.func."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def _any_range(
@@ -186,13 +204,62 @@ class _Contained(torch.autograd.Function):
         with torch.enable_grad():
             o, w = _any_range(q, k, v, ctx.see.dense(k.shape[2]), ctx.spec, *numbers)
         asked = [x for x in leaves if x is not None]
-        grads = iter(
+        made = iter(
             torch.autograd.grad((o, w), asked, (without_nonfinite(do), without_nonfinite(dw)), allow_unused=True)
         )
-        dq, dk, dv, *of_heads = (None if x is None else next(grads) for x in leaves)
-        assert dq is not None and dk is not None and dv is not None
-        do = do + torch.where(dw.isfinite().all(-1, keepdim=True), 0.0, torch.nan)  # what reaches a row's weights
-        # A learned number of a head has a part in every row of it.
-        lost = found.rows_without_gradient(do).any(2).any(0).squeeze(-1)
-        of_heads = [None if x is None else x.masked_fill(lost, torch.nan) for x in of_heads]
-        return *found.gradients(dq, dk, dv, do), *of_heads, None, None
+        grads = [None if x is None else next(made) for x in leaves]
+        return *found.gradients(grads, with_weights(do, dw)), None, None
+
+
+@dataclass
+class _Incoming:
+    """Gradient of the output, if it is not finite. `_Results` sets it aside, since the products of autograd would carry
+    a single NaN to every row of the head; `_Given` writes NaN where it belongs."""
+
+    see: Visibility
+    do: Tensor | None = None
+
+
+class _Results(torch.autograd.Function):
+    """The outputs; their gradients go on without NaN and inf."""
+
+    @staticmethod
+    def forward(incoming: _Incoming, o: Tensor, w: Tensor):
+        return o.clone(), w.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.incoming = inputs[0]
+        ctx.shape = output[0].shape
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, do: Tensor | None, dw: Tensor | None):
+        ctx.incoming.do = None
+        grads = [x for x in (do, dw) if x is not None]
+        if not grads or torch.compiler.is_compiling() or not may_branch(*grads) or finite(*grads):
+            return None, do, dw
+        do = grads[0].new_zeros(ctx.shape) if do is None else do
+        ctx.incoming.do = do if dw is None else with_weights(do, dw)
+        return None, without_nonfinite(do), None if dw is None else without_nonfinite(dw)
+
+
+class _Given(torch.autograd.Function):
+    """The inputs, all finite; their gradients are NaN where rows with a gradient that is not finite have a part."""
+
+    @staticmethod
+    def forward(incoming: _Incoming, *given: Tensor):
+        return tuple(x.clone() for x in given)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.incoming, *given = inputs
+        ctx.save_for_backward(*given)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None):
+        if ctx.incoming.do is None:
+            return None, *grads
+        q, k, v, *_ = ctx.saved_tensors
+        return None, *NonFinite(q, k, v, ctx.incoming.see).gradients(grads, ctx.incoming.do)

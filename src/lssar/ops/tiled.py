@@ -366,13 +366,7 @@ def _gradients(call: _Call, do: Tensor) -> list[Tensor | None]:
     if finite(do, *call.floats):
         grads = _backward(_Problem(call, wide=True), do)
         return [_as_input(grad, x, narrow) for grad, x in zip(grads, inputs)]
-    found = call.nonfinite()
-    dq, dk, dv, *of_heads = _gradients(call.without_nonfinite(), without_nonfinite(do))
-    assert dq is not None and dk is not None and dv is not None
-    lost = found.rows_without_gradient(do).any(2).any(0).squeeze(-1)  # a head's own numbers have a part in all rows
-    return [
-        *found.gradients(dq, dk, dv, do), *(None if x is None else x.masked_fill(lost, torch.nan) for x in of_heads)
-    ]  # fmt: skip
+    return call.nonfinite().gradients(_gradients(call.without_nonfinite(), without_nonfinite(do)), do)
 
 
 def _as_input(grad: Tensor | None, x: Tensor | None, cast: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:

@@ -4,7 +4,7 @@ OUT/pretrained/JOB.json error of the predicted next step, cost, machine
 OUT/arms/ARM.json       an arm's exponents and R^2; an arm with this file is not run again
 OUT/predictions/ARM.safetensors    its log forces for the test systems, used by `read_laws` and the figures
 OUT/probes/JOB.json     the inductive-bias probe
-OUT/work/JOB            weights of an unfinished job
+OUT/work/JOB            weights of an unfinished job, and its lock while a process works on it
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lssar.experiments.newton.training import (
     predict,
     validation,
 )
+from lssar.experiments.queue import print_line
 from lssar.records import environment, write_file, write_json
 from lssar.specs import parse_spec
 from lssar.training import checkpoints
@@ -43,10 +44,6 @@ from lssar.training.distributed import Processes
 
 DRAWN = 6
 """Test systems whose forces are stored along the whole orbit, for the figure."""
-
-
-def print_line(line: str) -> None:
-    print(line, flush=True)
 
 
 def missing(job: Job, out: Path) -> tuple[list[Arm], bool]:

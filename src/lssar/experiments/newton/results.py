@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from lssar.experiments.newton.arms import DRAWN, print_line
+from lssar.experiments.newton.arms import DRAWN
 from lssar.experiments.newton.families import (
     Family,
     Job,
@@ -31,6 +31,7 @@ from lssar.experiments.newton.families import (
 from lssar.experiments.newton.law import OPERATORS, Engine, exponents, nearest_neighbours, r_squared, symbolic_laws
 from lssar.experiments.newton.orbits import WORLDS, identifiability
 from lssar.experiments.newton.training import true_state
+from lssar.experiments.queue import print_line
 from lssar.records import write_json
 
 TRUE = "true-forces"

@@ -44,10 +44,13 @@ class Tile:
     stages1: int = 0
     registers: int | None = None  # limit per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
+    warps_without_tma: int | None = None  # where they do not: addresses need registers, which more warps provide
 
     def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
-        values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": self.warps}
-        values |= {"TMA": self.tma and aligned, "CACHE": cached_elements(itemsize)}
+        tma = self.tma and aligned
+        warps = self.warps if tma or self.warps_without_tma is None else self.warps_without_tma
+        values = {"BLOCK_M": self.m, "BLOCK_N": self.n, "STAGES": self.stages, "num_warps": warps}
+        values |= {"TMA": tma, "CACHE": cached_elements(itemsize)}
         if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
         if self.registers is not None and USE_PTX:
@@ -108,7 +111,7 @@ LONG_WINDOW = 192
 WINDOW_PARTS = ("forward", "query_gradient", "key_gradient")
 WINDOW_KINDS = ("softmax", "cosine", "softplus")
 _NARROW = (Tile(64, 32, 4, 3, registers=168), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2))
-_BY_KEYS = (Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 1))
+_BY_KEYS = (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2, tma=True, warps_without_tma=8), Tile(64, 64, 8, 1))
 _WINDOW: dict[str, tuple[Tile, ...]] = {  # head sizes 64 and 128 are measured, 256 is not
     "forward_softmax": (Tile(64, 64, 4, 2, registers=128), Tile(64, 32, 4, 3, registers=168), Tile(64, 32, 8, 2)),
     "forward_softmax_long": (Tile(64, 64, 4, 2, registers=128), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
@@ -118,9 +121,8 @@ _WINDOW: dict[str, tuple[Tile, ...]] = {  # head sizes 64 and 128 are measured, 
     "query_gradient_softmax_long": (Tile(64, 64, 4, 2, registers=128), *_NARROW[1:]),
     "query_gradient_cosine": _NARROW,
     "query_gradient_softplus": (Tile(64, 32, 4, 3), *_NARROW[1:]),
-    "key_gradient_softmax": (_BY_KEYS[0], Tile(64, 128, 8, 2), _BY_KEYS[2]),
+    "key_gradient_softmax": _BY_KEYS,
     "key_gradient_cosine": _BY_KEYS,
-    "key_gradient_cosine_long": (_BY_KEYS[0], Tile(64, 128, 8, 2), _BY_KEYS[2]),
     "key_gradient_softplus": _BY_KEYS,
 }
 _WINDOW_NAMES = [f"{part}_{kind}{size}" for part in WINDOW_PARTS for kind in WINDOW_KINDS for size in ("", "_long")]

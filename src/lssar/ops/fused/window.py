@@ -13,6 +13,10 @@ slope, intercept, Z and 1 / |q|. Shape letters in tile comments: M query rows, N
 
 Programs are short, so what they do before and after their loop costs as much as the loop: hence the grid without
 divisions, the norms that are saved and not computed again, and masks for one bound at a time.
+
+An infinity or NaN reaches only the rows that see it, and their gradients. A hidden entry is multiplied by a weight of
+0, and 0 * inf is NaN, so every kernel looks at its sums once, after the loop, and computes a block that is not finite
+again, more slowly, without such entries. The loops do not pay for this.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     LN2,
     LOG2E,
+    USE_PTX,
     dot,
     ex2,
     ex2_neg_abs,
@@ -35,6 +40,7 @@ from lssar.ops.fused.primitives import (
     lg2,
     load_tile,
     log2_1p,
+    not_finite,
     power,
     read_tile,
     rows_of_keys,
@@ -77,11 +83,13 @@ def near_one(x, SMALL: tl.constexpr, TOGETHER: tl.constexpr):
     """x [M, D] (float32) times a power of two for each row, or one for all TOGETHER, that brings the largest entry to
     SMALL..2 SMALL, which loses no bit of a half type; that power and its inverse, [M] or scalars.
 
-    With SMALL = 2^-12 the product with any finite row of bfloat16 or float32 is finite.
+    With SMALL = 2^-12 the product with any finite row of bfloat16 or float32 is finite. Entries that are not finite do
+    not count TOGETHER: the other rows keep their bits.
     """
-    largest = tl.max(tl.abs(x), 1)
     if TOGETHER:
-        largest = tl.max(largest, 0)
+        largest = tl.max(tl.max(tl.where(not_finite(x), 0.0, tl.abs(x)), 1), 0)
+    else:
+        largest = tl.max(tl.abs(x), 1)
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 240)
     down = ((254 - exponent) << 23).to(tl.float32, bitcast=True) * SMALL
     up = (exponent << 23).to(tl.float32, bitcast=True) * (1.0 / SMALL)
@@ -440,7 +448,7 @@ def forward_kernel(
         full_lo, full_hi, row_start, row_stop, key_stop, columns,
         KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA,
     )  # fmt: skip
-    inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), 0.0)
+    inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), z_row * 0.0)  # NaN where a score is NaN
     if KIND == REWEIGHTED:
         inverse += slope * 0.0  # weight_root makes NaN 0
     o = o * inverse[:, None]
@@ -454,7 +462,8 @@ def forward_kernel(
             shift, z_row = _careful_sums(
                 q, row_factor, k_ptr, k_stride_l, lo, hi, row_start, row_stop, key_stop, D, BLOCK_D, BLOCK_M, DOT
             )
-            inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), 0.0)
+            # a row that sees keys but has no weight has a query that is not finite
+            inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), tl.where(n > 0, float("nan"), 0.0))
         _rewrite_output(
             o_ptr, o_stride_l, first_row, Lq, q, row_factor, shift, slope, intercept, inverse, p, k_ptr, v_ptr,
             key_scale_ptr, k_stride_l, v_stride_l, lo, hi, row_start, row_stop, key_stop,
@@ -502,9 +511,12 @@ def _query_sums(
     key_stop, row_factor, first, second, delta, p, columns,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Over keys lo..hi: sum of ds k (for EXP) or of g sigma k, sum of sigma k, both [M, D], sum of g [M]."""
+    """Over keys lo..hi: sum of ds k (for EXP) or of g sigma k, sum of sigma k, both [M, D], sum of g [M].
+
+    AGAIN: entries of k that are not finite count as 0, since rows that do not see them multiply them by 0.
+    """
     offsets = tl.arange(0, N)
     gk = tl.zeros([M, BLOCK_D], tl.float32)
     sk = gk
@@ -516,7 +528,9 @@ def _query_sums(
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
         keys = (start + offsets)[None, :]
-        operand = k.to(tl.float32) if WIDE else k
+        operand = _finite_entries(k) if AGAIN else k
+        if WIDE:
+            operand = operand.to(tl.float32)
         if KIND == EXP:
             g = dp - delta[:, None]
             g *= _exp_weight(x, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], COSINE)
@@ -554,8 +568,65 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype."""
+    broken = True
+    for AGAIN in tl.static_range(2):
+        if broken:
+            broken = _query_block(
+                q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+                row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,
+                v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
+                dq_stride_b, dq_stride_h, dq_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                doc_stop_ptr,
+                KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                LOG_DEGREE, DOT, WIDE, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
+                TMA and not AGAIN, AGAIN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finite_entries(x):
+    """x with 0 in place of infinities and NaNs."""
+    return tl.where(not_finite(x.to(tl.float32)), 0.0, x).to(x.dtype)
+
+
+@triton.jit
+def _program(AGAIN: tl.constexpr):
+    """The three numbers of a program. AGAIN: after all that it has stored so far is stored.
+
+    The compiler takes the numbers that it gets AGAIN for others: it computes anew what depends on them. Kept from the
+    first time, that would take registers from the loop.
+    """
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if AGAIN:
+        tl.debug_barrier()
+        if USE_PTX:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+            y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], tl.int32, False, 1)
+            z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], tl.int32, False, 1)
+    return x, y, z
+
+
+@triton.jit
+def _query_block(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Writes dq of a block of rows and what the dk, dv kernel needs of them; returns whether dq is not finite.
+
+    AGAIN: the same for a block that was not finite. Entries of k that are not finite count as 0. dq is NaN in rows
+    whose delta is not finite: these are all that see an infinity or NaN, since o is NaN there, or have one in dO.
+    """
     PRECISE: tl.constexpr = LOG_DEGREE == 0
-    first_row, h, b = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, h, b = _program(AGAIN)
+    first_row, b = block * BLOCK_M, b.to(tl.int64)
     h_kv = (h // GROUP).to(tl.int64)
     h = h.to(tl.int64)
     q_ptr += b * q_stride_b + h * q_stride_h
@@ -601,7 +672,7 @@ def query_gradient_kernel(
     gk, sk, g_sum = _query_sums(
         q.to(q_raw.dtype), do, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
         full_lo, full_hi, row_start, row_stop, key_stop, row_factor, first, second, delta, p, columns,
-        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA,
+        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, AGAIN,
     )  # fmt: skip
 
     to_keys_ptr += at
@@ -634,7 +705,10 @@ def query_gradient_kernel(
             tl.store(to_keys_ptr + GAIN_PLANE * row_plane, along, mask=inside)
     else:
         grad = grad * factor[:, None]
+    if AGAIN:
+        grad = tl.where(not_finite(delta)[:, None], float("nan"), grad)
     _store_gradient(dq_ptr, grad, first_row, Lq, dq_stride_l, row_offsets, columns, D)
+    return not_finite(tl.sum(along) if COSINE else tl.sum(grad))
 
 
 @triton.jit
@@ -720,8 +794,41 @@ def key_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them."""
-    first_key = tl.program_id(0) * BLOCK_N
-    h_kv, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    broken = True
+    for AGAIN in tl.static_range(2):
+        if broken:
+            broken = _key_block(
+                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+                q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h,
+                v_stride_l, do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b,
+                dv_stride_h, dv_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+                KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                LOG_DEGREE, DOT, WIDE, 16 if AGAIN else BLOCK_M, BLOCK_N, 1 if AGAIN else STAGES, TMA and not AGAIN,
+                AGAIN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _key_block(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
+    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv of a block of keys; returns whether any of it is not finite.
+
+    AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see _query_block) contribute
+    nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
+    """
+    block, h_kv, b = _program(AGAIN)
+    first_key = block * BLOCK_N
+    h_kv, b = h_kv.to(tl.int64), b.to(tl.int64)
     k_ptr += b * k_stride_b + h_kv * k_stride_h
     v_ptr += b * v_stride_b + h_kv * v_stride_h
     dk_ptr += b * dk_stride_b + h_kv * dk_stride_h
@@ -761,6 +868,8 @@ def key_gradient_kernel(
             rows = start + row_offsets
             q = read_tile(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
             do = read_tile(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            if AGAIN:
+                q, do = _finite_entries(q), _finite_entries(do)
             x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
             dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
             row_start, row_stop = visible_keys(
@@ -769,12 +878,19 @@ def key_gradient_kernel(
             factor = rows.to(tl.float32) * 0.0 + SCALE * LOG2E
             if LOG_N and not COSINE:
                 factor = _row_factor((row_stop - row_start).to(tl.float32), LOG2E, SCALE, LOG_N, LOG_DEGREE == 0)
+            masked = (start < full_lo) | (start + BLOCK_M > full_hi)
+            if AGAIN:
+                delta = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
+                row_stop = tl.where(not_finite(delta), row_start, row_stop)
+                masked = True
             weight, ds = _key_terms(
                 x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
-                keys, row_start, row_stop, (start < full_lo) | (start + BLOCK_M > full_hi), KIND, P, COSINE, LOG_DEGREE,
+                keys, row_start, row_stop, masked, KIND, P, COSINE, LOG_DEGREE,
             )  # fmt: skip
             if LOG_N and not COSINE:
                 ds *= factor[:, None]
+            if AGAIN:
+                weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
             operand = q.to(tl.float32) if WIDE else q
             weight, ds = weight.to(do.dtype), ds.to(operand.dtype)
             if TURNED:
@@ -787,8 +903,12 @@ def key_gradient_kernel(
         dk, dv = tl.trans(dk), tl.trans(dv)
     if COSINE:
         k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True, True)
-        dk, _ = _to_raw(dk, k_raw.to(tl.float32), inverse_norm, LN2 if KIND == EXP else 1.0)  # scores in base 2
+        if AGAIN:
+            k_raw = _finite_entries(k_raw)
+        dk, along = _to_raw(dk, k_raw.to(tl.float32), inverse_norm, LN2 if KIND == EXP else 1.0)  # scores in base 2
     else:
         dk *= LN2 if LOG_N else SCALE
     _store_gradient(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
     _store_gradient(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)
+    # A sum of numbers that are not all finite is not finite. (One that overflows repeats the block for nothing.)
+    return not_finite(tl.sum(dv) + tl.sum(along) if COSINE else tl.sum(dk + dv))
