@@ -3,6 +3,7 @@
     PYTHONPATH=src python benchmarks/fused_lab.py check
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
+    PYTHONPATH=src python benchmarks/fused_lab.py parts 64x256x1024
     PYTHONPATH=src python benchmarks/fused_lab.py schedule
     PYTHONPATH=src python benchmarks/fused_lab.py turns 128x16x8192 1 2 4 16
 
@@ -249,6 +250,27 @@ def schedule():
         print(f"{heads} heads of {length}, {slots} slots:", ", ".join(shown))
 
 
+def parts(shapes=SHAPES):
+    """Milliseconds of each kernel by itself; normalisation is what is left of the whole, timed as a CUDA graph."""
+    from triton.testing import do_bench_cudagraph
+
+    from lssar.ops.fused.op import run_backward, run_forward
+    from lssar.ops.fused.tune import OPTIONS, record
+
+    for shape in shapes:
+        d, heads, length = (int(x) for x in shape.split("x"))
+        q, k, v, do = inputs(d, heads, length)
+        times = {kernel: bench(run) for kernel, run in record(q, k, v, do).items()}
+
+        def both(q=q, k=k, v=v, do=do):
+            o, rows = run_forward(q, k, v, *OPTIONS)
+            run_backward(q, k, v, o, do, rows, *OPTIONS)
+
+        whole = do_bench_cudagraph(both, rep=60, return_mode="median")
+        times |= {"normalisation": whole - sum(times.values()), "both": whole}
+        print(shape, *(f"{name} {ms:.3f}" for name, ms in times.items()), sep="  ", flush=True)
+
+
 def turns(shape, *at_most):
     """Each kernel by itself, in turns, by how many heads take turns at most (1: head by head)."""
     from lssar.ops.fused import tiles
@@ -319,6 +341,7 @@ def sweeps(words):
 COMMANDS = {
     "check": check,
     "host": host,
+    "parts": lambda *shapes: parts(shapes or SHAPES),
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
     "schedule": schedule,
     "sweep": lambda *words: sweeps(words),

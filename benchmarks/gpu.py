@@ -42,15 +42,21 @@ def bench(name: str, seconds: int, words: str) -> Job:
     return Job(name, f"-m lssar.cli bench --device cuda {words} --out OUT/CARD-{name} --overwrite", seconds)
 
 
-def tests(name: str, seconds: int, words: str) -> Job:
+def tests(name: str, seconds: int, words: str, **environment: str) -> Job:
     """With one line per test, so that the output of a job that exceeds its limit shows how far it came."""
-    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds)
+    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds, environment)
 
 
+NEXT = {"LSSAR_NEXT_KERNELS": "1"}  # kernels that no GPU has run yet, see docs/development/kernel-notes.md
+PARTS = "benchmarks/fused_lab.py parts 64x256x1024 64x128x2048 128x128x2048 64x16x8192 128x16x8192 64x64x16384"
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
 JOBS = (
     tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
+    Job("parts", PARTS, 60),
+    Job("parts-next", PARTS, 60, NEXT),
+    Job("check-next", "benchmarks/fused_lab.py check", 90, NEXT),
+    tests("next", 300, "-m gpu tests/ops/test_fused.py tests/ops/test_steep.py tests/ops/test_not_finite.py", **NEXT),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
     Job("mixed-decode", "benchmarks/mixed_model.py decode --out OUT/CARD-mixed-decode.json", 60),
     Job("window-lab", "benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512 --no-flex", 150),

@@ -8,9 +8,13 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from lssar.ops.fused.steep import (  # noqa: E402
+    TANH_SCALE,
     left_and_right,
     pairs_of,
     root_and_sigmoid,
+    short_key_weights,
+    short_line,
+    short_query_terms,
     softplus_pairs,
 )
 from tests.helpers import seeded  # noqa: E402
@@ -55,6 +59,48 @@ def test_short_forms():
     assert (short[x < -2] == 0).all()  # below any threshold
     assert (sigma - torch.sigmoid(x.double() * np.log(2))).abs().max() < 1e-6
     assert ((rough - exact).abs() < 3e-3 + x.abs() * 2.0**-10 + 4e-3).all()
+
+
+@triton.jit
+def backward_kernel(x_ptr, out_ptr, slope, intercept, plane, P: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    x = tl.load(x_ptr + at)
+    slope, intercept = short_line(slope, intercept)
+    weight, y, sigma = short_key_weights(x * TANH_SCALE, slope, intercept, P)
+    g, g_sigma, half_sigma = short_query_terms(x, x * 0.0 + 0.75, slope, intercept, 1.0, 0.25, P)
+    tl.store(out_ptr + at, weight)
+    tl.store(out_ptr + plane + at, y)
+    tl.store(out_ptr + 2 * plane + at, sigma)
+    tl.store(out_ptr + 3 * plane + at, g.to(tl.float32))
+    tl.store(out_ptr + 4 * plane + at, g_sigma.to(tl.float32))
+    tl.store(out_ptr + 5 * plane + at, half_sigma.to(tl.float32))
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 15, 16, 21])
+def test_short_forms_of_the_backward(p):
+    """Against float64 in a row whose largest score is 40 and whose mean is 6; hidden keys and far ones have nothing."""
+    x = torch.linspace(-60, 40, 16 * 256).view(16, 256)
+    x[0, :3] = -1e30
+    slope = 2 ** (-1 / p) / (2 * (40 - 6))
+    out = torch.full((6, 16, 256), torch.nan, device=DEVICE)
+    backward_kernel[(1,)](x.to(DEVICE), out, slope, -12 * slope, 16 * 256, P=p)
+    weight, y, sigma, g, g_sigma, half_sigma = out.double().cpu()
+    w = (2 * slope * softplus(x) - 12 * slope).clamp(0, 1)
+    right_sigma = torch.sigmoid(x.double() * np.log(2))
+    right_y = torch.where(w > 0, w ** (p - 1), 0)
+    # softplus off by 6e-4 (tanh.approx: 2^-11), then the power; values of a half type below 2^-14 lose digits
+    root = 2 * slope * 6e-4
+    near = p * root / w.clamp_min(root) + 2.0**-20
+    assert ((weight - w * right_y).abs() <= near * w * right_y + root**p + 1e-30).all()
+    away = w > 20 * root
+    assert ((y - right_y).abs() <= near * right_y + 1e-30)[away].all()
+    halves = near + (p + 8) * 2.0**-11
+    for ours, right in ((g, 0.5 * right_y), (g_sigma, 0.5 * right_y * right_sigma)):
+        assert ((ours - right).abs() <= halves * right + 2.0**-24)[away].all()
+        assert (ours[w == 0] == 0).all()
+    for ours in (sigma, half_sigma):
+        assert (ours - right_sigma).abs().max() < 2.0**-11
+        assert (ours[0, :3] == 0).all()
 
 
 @pytest.mark.parametrize("deviation", [2.0, 4.0, 6.0, 10.0])

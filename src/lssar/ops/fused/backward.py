@@ -26,6 +26,7 @@ from lssar.ops.fused.primitives import (
     exact_unit_rows,
     head_and_block,
     keep_visible,
+    keys_of_rows,
     lane_sum,
     load_tile,
     read_tile,
@@ -111,8 +112,10 @@ def query_gradient_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
-    key_lo, key_hi = tl.min(row_start), tl.max(row_stop)
-    full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
+    key_lo, key_hi, full_lo, full_hi = keys_of_rows(
+        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        BLOCK_M, 1,
+    )  # fmt: skip
     n = (row_stop - row_start).to(tl.float32)
     at = head.to(tl.int64) * row_stride + rows
     inside = rows < Lq
@@ -142,7 +145,7 @@ def query_gradient_kernel(
     )  # fmt: skip
 
     mean, scale, kappa = query_row_factors(
-        tl.sum(g_lanes, 1), n, slope, z, bound, P if P > 0 else exponent, LOG_D
+        tl.sum(g_lanes, 1), n, slope, z, bound, P if P > 0 else exponent, LOG_D, LOG_DEGREE == 0
     )  # fmt: skip
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
     if REWEIGHT:
@@ -159,7 +162,7 @@ def query_gradient_kernel(
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
+        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN, False,
     )  # fmt: skip
 
 

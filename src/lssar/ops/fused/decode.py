@@ -198,7 +198,7 @@ def score_kernel(
         q = q * row_scale[:, None]
         row_scale = tl.where(row_scale > 0, 1.0, 0.0)
     q = q.to(q_raw.dtype)
-    row_scale *= score_scale(_visible(tile_rows, length, Lq).to(tl.float32), LOG_D)
+    row_scale *= score_scale(_visible(tile_rows, length, Lq).to(tl.float32), LOG_D, True)
     if HAS_GAIN:
         row_scale *= _row_gains(gain_ptr, h_kv, tile_rows, tile_rows < GROUP * Lq, GROUP, Lq)
     rows = tl.arange(0, BLOCK_R)

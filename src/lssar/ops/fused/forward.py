@@ -17,6 +17,7 @@ from lssar.ops.fused.primitives import (
     head_and_block,
     kahan_add,
     keep_visible,
+    keys_of_rows,
     lane_compound,
     lane_max,
     lane_sum,
@@ -186,8 +187,10 @@ def forward_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
-    key_lo, key_hi = tl.min(row_start), tl.max(row_stop)
-    full_lo, full_hi = tl.max(row_start), tl.min(row_stop)
+    key_lo, key_hi, full_lo, full_hi = keys_of_rows(
+        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        BLOCK_M, 1,
+    )  # fmt: skip
     n = (row_stop - row_start).to(tl.float32)
     gain_size = tl.abs(tl.load(gain_ptr + head % Hq)) if HAS_GAIN else 1.0
     q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]

@@ -12,6 +12,7 @@ import triton.language as tl
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
+    NEXT,
     ex2,
     lg2,
     power,
@@ -23,14 +24,14 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward_and_radial,
     with_gain,
 )
-from lssar.ops.fused.steep import root_and_sigmoid
+from lssar.ops.fused.steep import TANH_SCALE, root_and_sigmoid, short_line
 
 ROW_PLANES = 8
 """Values of each row that the dq kernel stores for the dk, dv kernel (store_row_values); a power of two for Gluon."""
 GAIN_PLANE = tl.constexpr(7)
 """Which of them is the row's part of the gradient of its head's gain."""
 EDGE_KEYS = tl.constexpr(128)
-FULL_BLOCKS = tl.constexpr(1024)
+FULL_BLOCKS = tl.constexpr(256 if NEXT else 1024)
 """Keys, and blocks of keys, that _largest_value loads at once: large, since every step waits for memory."""
 
 
@@ -41,19 +42,29 @@ def _largest_value(
 ):  # fmt: skip
     """The largest finite |v| among the keys that each row sees, [M]. Arguments as in row_scales.
 
-    Blocks that all rows see count as a whole, other keys one by one.
+    Blocks that all rows see count as a whole, other keys one by one. With NEXT, if rows see all keys up to one of them,
+    that key has the largest of its block up to there.
     """
     first_full, last_full = tl.cdiv(full_lo, VALUE_BLOCK), full_hi // VALUE_BLOCK
     largest = row_start.to(tl.float32) * 0.0
     for start in range(first_full, last_full, FULL_BLOCKS):
         size = tl.load(block_sizes_ptr + start + blocks, mask=start + blocks < last_full, other=0.0)
         largest = tl.maximum(largest, tl.max(size, 0))
-    after = tl.where(first_full < last_full, last_full * VALUE_BLOCK, key_lo)
-    for start in range(after, key_hi, EDGE_KEYS):
-        largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
-    if LEFT_EDGE:
-        for start in range(key_lo, tl.where(first_full < last_full, first_full * VALUE_BLOCK, key_lo), EDGE_KEYS):
+    if NEXT and not LEFT_EDGE:
+        M: tl.constexpr = row_start.shape[0]
+        last = row_stop - 1
+        for i in tl.static_range(max(M // VALUE_BLOCK, 1)):  # M rows differ by fewer than M keys
+            block = last_full + i
+            size = tl.load(block_sizes_ptr + block, mask=(block + 1) * VALUE_BLOCK < key_hi, other=0.0)
+            largest = tl.where(block < last // VALUE_BLOCK, tl.maximum(largest, size), largest)
+        largest = tl.maximum(largest, tl.load(sizes_ptr + last, mask=row_stop > 0, other=0.0))
+    else:
+        after = tl.where(first_full < last_full, last_full * VALUE_BLOCK, key_lo)
+        for start in range(after, key_hi, EDGE_KEYS):
             largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
+        if LEFT_EDGE:
+            for start in range(key_lo, tl.where(first_full < last_full, first_full * VALUE_BLOCK, key_lo), EDGE_KEYS):
+                largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
     return largest
 
 
@@ -72,7 +83,7 @@ def row_scales(
     """[M]: delta = dO.O, a bound of |dO.v - delta|, and the bound's reciprocal (0 where it vanishes).
 
     |dO.v - delta| <= 2 |dO|_1 max|v|: scaled to at most 1, a row of ds fits a half type whatever the loss scale.
-    do, o: [M, D], float32. sizes: the largest |v| of each key; block_sizes: of each VALUE_BLOCK keys. keys, blocks:
+    do, o: [M, D], float32. sizes, block_sizes: what normalize_kernel says of values. keys, blocks:
     0..EDGE_KEYS and 0..FULL_BLOCKS as tensors, in layouts that broadcast with [M, 1] and stand alone. LEFT_EDGE: rows
     may differ in the first key that they see.
     """
@@ -101,10 +112,10 @@ def query_terms(
 
 
 @triton.jit
-def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr):
+def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr, PRECISE: tl.constexpr):
     """[M]: the mean of g over visible keys; c_i log2(e); kappa, by which sums of g are multiplied for a gradient."""
     mean = g_sum * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
-    return mean, score_scale(n, LOG_D), 2.0 * P * slope * reciprocal(z) * bound
+    return mean, score_scale(n, LOG_D, PRECISE), 2.0 * P * slope * reciprocal(z) * bound
 
 
 @triton.jit
@@ -122,9 +133,14 @@ def query_gradient(
     Rows that are not sound have dq NaN. unit_gradient: of the normalised queries, up to the factors of
     query_row_factors. HALF: see with_gain.
     """
-    dq, radial = unit_rows_backward_and_radial(unit_gradient * (kappa * scale)[:, None], raw_q)
-    sound = _sound_rows(z, delta, mean)
-    dq = tl.where(sound[:, None], dq, float("nan"))
+    if NEXT:
+        sound = _sound_rows(z, delta, mean)
+        factor = tl.where(sound, kappa * scale, float("nan"))
+        dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None], raw_q)
+    else:
+        dq, radial = unit_rows_backward_and_radial(unit_gradient * (kappa * scale)[:, None], raw_q)
+        sound = _sound_rows(z, delta, mean)
+        dq = tl.where(sound[:, None], dq, float("nan"))
     if HAS_GAIN:
         gain = tl.load(gain_ptr)
         dq = dq * gain
@@ -159,7 +175,7 @@ def score_gradient(scaled_dp, y, mean, sigma, REWEIGHT: tl.constexpr):
 @triton.jit
 def store_row_values(
     rows_ptr, row_plane, inside, sound, slope, intercept, z, delta, mean, to_score, steep, radial, P,
-    EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr,
+    EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last, and those that are not sound,
     have zeros: they do not contribute to dk and dv.
@@ -167,7 +183,8 @@ def store_row_values(
     0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
     else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: with
-    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up.
+    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT (with NEXT): if the
+    block is steep, slope, intercept and score factor are those that steep.short_root takes.
     """
     if EXACT_QUERIES:
         root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
@@ -180,6 +197,10 @@ def store_row_values(
     mean, delta = tl.where(sound, mean, 0.0), tl.where(sound, delta, 0.0)
     row_factor = tl.where(sound, row_factor, 0.0)
     factor = 2.0 * P * slope * row_factor
+    if SHORT and STEEP and NEXT:
+        steep_slope, steep_intercept = short_line(slope, intercept)
+        slope, intercept = tl.where(steep, steep_slope, slope), tl.where(steep, steep_intercept, intercept)
+        row_factor = tl.where(steep, row_factor * TANH_SCALE, row_factor)
     tl.store(rows_ptr, slope, mask=inside)
     tl.store(rows_ptr + row_plane, intercept, mask=inside)
     tl.store(rows_ptr + 2 * row_plane, factor, mask=inside)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from lssar.ops.fused.primitives import (
+    NEXT,
     load_tile,
     not_finite,
     score_scale,
@@ -33,7 +34,8 @@ def normalize_kernel(
     Programs: the blocks of rows of all heads of q, then those of k, along the first axis of the grid, which alone has
     no limit that matters. FOR_BACKWARD: rows that are not finite give zero vectors, so that products with them stay
     finite (the forward has marked who sees them); and the largest finite |v| of each key, up to the key lengths, goes
-    to sizes_ptr (B, Hkv, Lk), that of each block of keys to block_sizes_ptr (B, Hkv, blocks).
+    to sizes_ptr (B, Hkv, Lk), that of each block of keys to block_sizes_ptr (B, Hkv, blocks). With NEXT, if rows see
+    all keys up to one of them, sizes are those of the keys of a block up to each.
     """
     program = tl.program_id(0)
     query_blocks = tl.cdiv(Lq, BLOCK)
@@ -56,7 +58,7 @@ def normalize_kernel(
     offsets = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     x = load_tile(x_ptr, start, L, stride_l, offsets, columns, D, True).to(tl.float32)  # [BLOCK, D]
-    unit, _, _ = unit_rows(x)
+    unit = unit_rows(x)
     if FOR_BACKWARD:
         unit = tl.where(unit == unit, unit, 0.0)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
@@ -64,14 +66,18 @@ def normalize_kernel(
         first, last = visible_keys(
             start + offsets, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
         )
-        scale = score_scale((last - first).to(tl.float32), LOG_D)
+        half: tl.constexpr = unit_q_ptr.dtype.element_ty == tl.float16
+        scale = score_scale((last - first).to(tl.float32), LOG_D, not half)
         if HAS_GAIN:
-            scale = with_gain(scale, tl.load(gain_ptr + h), unit_q_ptr.dtype.element_ty == tl.float16)
+            scale = with_gain(scale, tl.load(gain_ptr + h), half)
         unit = unit * scale[:, None]
     elif FOR_BACKWARD:
         v_ptr += b * v_stride_b + h * v_stride_h
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True).to(tl.float32)
         size = tl.max(tl.where(not_finite(v), 0.0, tl.abs(v)), 1)  # [BLOCK]
-        tl.store(sizes_ptr + head.to(tl.int64) * Lk + start + offsets, size, mask=start + offsets < Lk)
+        known = size
+        if NEXT and not (WINDOWED or PACKED):  # rows see the first keys, up to one of them
+            known = tl.max(tl.where(offsets[:, None] >= offsets[None, :], size[None, :], 0.0), 1)
+        tl.store(sizes_ptr + head.to(tl.int64) * Lk + start + offsets, known, mask=start + offsets < Lk)
         tl.store(block_sizes_ptr + head.to(tl.int64) * blocks + start // BLOCK, tl.max(size, 0))
     store_tile(out_ptr + head.to(tl.int64) * L * D, unit, start, L, D, offsets, columns, D)

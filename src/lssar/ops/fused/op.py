@@ -261,6 +261,8 @@ def _key_gradient(
     )  # fmt: skip
 
     def run(tile, tile_constants):
+        if switches.NEXT_KERNELS and name.endswith("_hopper") and passed.block_rows % tile.m:
+            raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         programs = ceil_div(call.Lk, tile.n) * call.B * call.Hkv
         start_kernel(kernel, programs, arguments, constants | {"STEEP": steep} | tile_constants)

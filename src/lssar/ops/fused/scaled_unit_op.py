@@ -46,7 +46,7 @@ def unit_kernel(
         grad = load_tile(grad_ptr, start, L, grad_stride_l, offsets, columns, D, True).to(tl.float32)
         result = unit_rows_backward(grad * factor[:, None], x)
     else:
-        unit, _, _ = unit_rows(x)
+        unit = unit_rows(x)
         result = unit * factor[:, None]
     store_tile(out_ptr + b * out_stride_b + h * out_stride_h, result, start, L, out_stride_l, offsets, columns, D)
 

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from lssar.ops.fused.primitives import (
     INTERPRETED,
+    LOG2E,
     USE_PTX,
     power,
     root_of_power_of_two,
@@ -89,6 +90,107 @@ def root_and_sigmoid(x, slope, intercept, short, LOG_DEGREE: tl.constexpr, STEEP
     return root, sigma
 
 
+# In the Gluon backward, short forms use one special function, tanh, in place of an exponential and a reciprocal. Scores
+# are z = x ln(2) / 2: then sigma = (1 + tanh z) / 2, and a is x plus a polynomial of tanh z.
+TANH_SCALE = tl.constexpr(0.34657359027997264)
+TAIL_0 = tl.constexpr(0.9368282425)
+TAIL_1 = tl.constexpr(-1.15769061 * 0.34657359027997264)
+TAIL_2 = tl.constexpr(0.2208613675 * 0.34657359027997264)
+LARGEST_HALF_POWER = tl.constexpr(16)
+
+
+@triton.jit
+def _tanh(x):
+    if USE_PTX:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return 1.0 - 2.0 / (1.0 + tl.exp2(tl.minimum(x * (2.0 * LOG2E), 126.0)))
+
+
+@triton.jit
+def short_line(slope, intercept):
+    """Slope and intercept that short_root takes, from those of the weights."""
+    return slope * (2.0 / TANH_SCALE), intercept + slope * (2.0 * TAIL_0)
+
+
+@triton.jit
+def short_root(z, slope, intercept):
+    """weight_root and tanh z for steep rows; slope and intercept of short_line. Hidden keys have a root of 0.
+
+    The softplus is off by 6e-4 at most for x >= 2, and too small for smaller x.
+    """
+    th = _tanh(z)
+    return weight_root(z + th * (th * TAIL_2 + TAIL_1), slope, intercept, 3), th
+
+
+@triton.jit
+def short_key_weights(z, slope, intercept, P):
+    """gradients.key_weights by short_root."""
+    w, th = short_root(z, slope, intercept)
+    y = power(w, P - 1)
+    return y * w, y, th * 0.5 + 0.5
+
+
+@triton.jit
+def short_query_terms(x, dp, slope, intercept, unit_scale, delta, P):
+    """g, g sigma and sigma, float16: gradients.query_terms by short_root, two keys an instruction.
+
+    Powers of the root in float16 add 2e-3 to the error of g (p = 15). Its square is rounded, not the root itself: the
+    power amplifies that half as much.
+    """
+    w, th = short_root(x * TANH_SCALE, slope, intercept)
+    sigma = _half_of_tanh(th.to(tl.float16))
+    g = (dp * unit_scale - delta).to(tl.float16)
+    if isinstance(P, tl.tensor):  # noqa: SIM114 (what follows `or` would be compiled too)
+        y = power(w, P - 1).to(tl.float16)
+    elif P > LARGEST_HALF_POWER or P != P // 1:
+        y = power(w, P - 1).to(tl.float16)
+    else:
+        y = _half_power(w, P - 1)
+    g = _multiply_halves(g, y)
+    return g, _multiply_halves(g, sigma), sigma
+
+
+@triton.jit
+def _half_of_tanh(th):
+    """(1 + th) / 2 in float16."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 half; mov.b32 half, 0x38003800; fma.rn.f16x2 $0, $1, half, half; }",
+            "=r,r", [th], tl.float16, True, 2,
+        )  # fmt: skip
+    else:
+        return (th.to(tl.float32) * 0.5 + 0.5).to(tl.float16)
+
+
+@triton.jit
+def _multiply_halves(a, b):
+    if USE_PTX:
+        return tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, True, 2)
+    else:
+        return (a.to(tl.float32) * b.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _half_power(w, N: tl.constexpr):
+    """w^N in float16, for w in [0, 1] (float32)."""
+    if N == 0:
+        return tl.where(w > 0, 1.0, 0.0).to(tl.float16)
+    elif N == 1:
+        return w.to(tl.float16)
+    else:
+        square = (w * w).to(tl.float16)
+        result = square
+        for bit in tl.static_range(3, -1, -1):  # N / 2 <= 8: from the bit below the leading one down
+            if (N // 2) // (2 ** (bit + 1)) >= 1:
+                result = _multiply_halves(result, result)
+                if ((N // 2) // (2**bit)) % 2 == 1:
+                    result = _multiply_halves(result, square)
+        if N % 2 == 1:
+            result = _multiply_halves(result, w.to(tl.float16))
+        return result
+
+
 # Pairs: float16 numbers of neighbouring columns in one int32, the left in its lower half. Kept as two numbers, they
 # would be unpacked and packed again by the compiler wherever branches meet.
 HIDDEN_LEFT = tl.constexpr(0xFB53)  # as HIDDEN: -60000
@@ -163,6 +265,12 @@ def _rough_softplus(x):
 @triton.jit
 def _add_pairs(a, b):
     return tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def add_lanes_of_pairs(pairs, total):
+    """total [M, 4], pairs, plus the lanes of pairs [M, N / 2]; for PTX only."""
+    return _add_pairs(total, tl.reduce(_pairs_of_lanes(pairs), 1, _add_pairs))
 
 
 @triton.jit

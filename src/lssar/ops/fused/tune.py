@@ -36,6 +36,8 @@ def candidates(kernel: str, now: Tile) -> Iterator[Tile]:
                         least = 32 if kernel.startswith("forward") else 64  # backward takes tiles in quarters
                         if gluon and ((registers or 168) != 168 or rows != 16 * warps or others < least):
                             continue  # one warp group for 64 rows
+                        if gluon and kernel.startswith("key") and m > 64:
+                            continue  # a tile's rows must lie in one block of the dq kernel
                         if kernel.startswith("key") and m < 64 <= n:
                             continue  # Triton overwrites such tiles while products read them (test_hopper.py)
                         if m * n > 128 * 64 * (warps // 4) or tile in seen:

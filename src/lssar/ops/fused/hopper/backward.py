@@ -49,15 +49,26 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
+    NEXT,
     exact_unit_rows,
     head_and_block,
     keep_visible,
+    keys_of_rows,
     lane_sum,
     rows_of_keys,
     unit_rows_backward,
     visible_keys,
 )
-from lssar.ops.fused.steep import all_steep
+from lssar.ops.fused.steep import (
+    add_lanes_of_pairs,
+    all_steep,
+    lane_max_of_pairs,
+    left_and_right,
+    pairs_of,
+    short_key_weights,
+    short_line,
+    short_query_terms,
+)
 
 ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 
@@ -119,8 +130,11 @@ def _weight_and_ds(
     if MASKED:
         x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     scaled_dp = dp * factor - offset
-    weight, y, sigma = key_weights(x, slope, intercept, True, P, REWEIGHT, LOG_DEGREE, SHORT)
-    if MASKED and REWEIGHT:  # in a flat row hidden keys have the weight of all others
+    if SHORT and NEXT:
+        weight, y, sigma = short_key_weights(x, slope, intercept, P)
+    else:
+        weight, y, sigma = key_weights(x, slope, intercept, True, P, REWEIGHT, LOG_DEGREE, SHORT)
+    if MASKED and REWEIGHT and not SHORT:  # in a flat row hidden keys have the weight of all others
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
     ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
     if MASKED:  # v may not be finite
@@ -174,14 +188,20 @@ def _weights_and_ds(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP,
 ):  # fmt: skip
-    """_weights_and_ds_by_quarters with a mask where a row of the tile does not see all keys, else short if steep."""
+    """_weights_and_ds_by_quarters with a mask where a row of the tile does not see all keys, and short if steep."""
     M: gl.constexpr = x.shape[1]
     steep = _steep_block(row_values, M) if STEEP else False
     if (start < full_lo) | (start + M > full_hi):
-        weight, ds = _weights_and_ds_by_quarters(
-            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, False,
-        )  # fmt: skip
+        if steep if NEXT else False:
+            weight, ds = _weights_and_ds_by_quarters(
+                x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, True,
+            )  # fmt: skip
+        else:
+            weight, ds = _weights_and_ds_by_quarters(
+                x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, False,
+            )  # fmt: skip
     elif steep:
         weight, ds = _weights_and_ds_by_quarters(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
@@ -339,19 +359,29 @@ def _gradient_terms(
     quarter_layout: gl.constexpr = xs[0].type.layout
     products = ()
     sigmas = ()
+    if SHORT and NEXT:
+        g_pairs = lane_max_of_pairs(pairs_of(xs[0])) * 0  # zeros [M, 4]
     for i in gl.static_range(4):
         x, dp = xs[i], dps[i]
         if MASKED:
             keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
             x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
             dp = keep_visible(dp, keys, row_start, row_stop, 0.0)  # v may not be finite
-        g, sigma = query_terms(
-            x, dp, slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
-        )  # fmt: skip
-        if REWEIGHT:
-            g_lanes += lane_sum(g, M, N // 4)
-        products = products + ((g * sigma).to(element),)
+        if SHORT and NEXT:
+            g, g_sigma, sigma = short_query_terms(x, dp, slope, intercept, unit_scale, delta, P)
+            g_pairs = add_lanes_of_pairs(pairs_of(g), g_pairs)
+        else:
+            g, sigma = query_terms(
+                x, dp, slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
+            )  # fmt: skip
+            if REWEIGHT:
+                g_lanes += lane_sum(g, M, N // 4)
+            g_sigma = g * sigma
+        products = products + (g_sigma.to(element),)
         sigmas = sigmas + (sigma.to(element),)
+    if SHORT and NEXT:
+        left, right = left_and_right(g_pairs)
+        g_lanes += gl.convert_layout(left + right, g_lanes.type.layout)
     return (
         _from_quarters(products[0], products[1], products[2], products[3], layout),
         _from_quarters(sigmas[0], sigmas[1], sigmas[2], sigmas[3], layout),
@@ -363,7 +393,7 @@ def _gradient_terms(
 def _query_sums(
     q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
     delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, STAGES: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """sum g sigma k and sum sigma k [M, D] in sum_layout, and sum g [M]; values of rows are [M] in any layout."""
     M: gl.constexpr = nothing.shape[0]
@@ -374,6 +404,9 @@ def _query_sums(
     quarter = _quarters(nothing)[0]
     tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
     g_lanes = lane_sum(quarter, M, N // 4)
+    if STEEP and NEXT:
+        steep_slope, steep_intercept = short_line(slope, intercept)
+        slope, intercept = gl.where(steep, steep_slope, slope), gl.where(steep, steep_intercept, intercept)
     slope = gl.convert_layout(slope, tile_row)[:, None]
     intercept = gl.convert_layout(intercept, tile_row)[:, None]
     unit_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
@@ -396,10 +429,16 @@ def _query_sums(
         program_barrier()  # every warp is done with the stage before
         load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + N > full_hi):
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
-                factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
-            )  # fmt: skip
+            if steep if NEXT else False:
+                g_sigma, sigma, g_lanes = _gradient_terms(
+                    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
+                    factor_layout, P, REWEIGHT, LOG_DEGREE, True, True,
+                )  # fmt: skip
+            else:
+                g_sigma, sigma, g_lanes = _gradient_terms(
+                    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
+                    factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
+                )  # fmt: skip
         elif steep:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
@@ -470,8 +509,10 @@ def query_gradient_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
-    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
-    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
+    key_lo, key_hi, full_lo, full_hi = keys_of_rows(
+        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
     for step in gl.static_range(STAGES - 1):
         fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
@@ -494,13 +535,13 @@ def query_gradient_kernel(
     gk, sk, g_sum = _query_sums(
         q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
         full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, steep, nothing, sum_layout,
-        P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STAGES,
+        P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
     )  # fmt: skip
 
     n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
     mean, scale, kappa = query_row_factors(
-        gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D
+        gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D, False
     )  # fmt: skip
     if REWEIGHT:
         gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
@@ -514,7 +555,7 @@ def query_gradient_kernel(
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN,
+        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN, True,
     )  # fmt: skip
     end_barriers(rows_ready)
     end_barriers(keys_ready)

@@ -31,6 +31,7 @@ from lssar.ops.fused.primitives import (
     head_and_block,
     kahan_add,
     keep_visible,
+    keys_of_rows,
     lane_compound,
     lane_max,
     lane_sum,
@@ -382,8 +383,10 @@ def forward_kernel(
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
-    key_lo, key_hi = gl.min(row_start, 0) // BLOCK_N * BLOCK_N, gl.max(row_stop, 0)
-    full_lo, full_hi = gl.max(row_start, 0), gl.min(row_stop, 0)
+    key_lo, key_hi, full_lo, full_hi = keys_of_rows(
+        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        BLOCK_M, BLOCK_N,
+    )  # fmt: skip
     units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
     key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
     _start_loads(
