@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_a_lock_file_removed_in_between_is_not_held_twice(tmp_path, monkeypatch)
     monkeypatch.setattr(locks, "_lock", lock)
     with hold(tmp_path, "training"):
         assert len(calls) == 2 and (tmp_path / locks.LOCK).exists()
+
+
+def test_a_folder_removed_in_between_is_made_again(tmp_path, monkeypatch):
+    """Another process holds the lock of a new folder for an instant, writes nothing and removes the folder."""
+    folder, mkdir, removed = tmp_path / "run", Path.mkdir, []
+
+    def made_and_removed_once(path, *arguments, **options):
+        mkdir(path, *arguments, **options)
+        if path == folder and not removed:
+            removed.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", made_and_removed_once)
+    with hold(folder, "testing"):
+        assert held(folder)
+    assert removed and not folder.exists()
 
 
 def test_a_lock_that_is_looked_at_is_waited_for(tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ ATTEMPTS = 3
 """`held` takes a free lock for an instant, so one refusal is not yet an answer."""
 PAUSE = 0.05
 """Seconds between attempts."""
+REMOVALS = 20
+"""How often the folder of a lock may disappear between its creation and the opening of the lock."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -47,7 +49,6 @@ def hold(folder: Path, purpose: str, name: str = LOCK) -> Iterator[None]:
     """
     folder = Path(folder)
     created = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     release = _take(folder / name, purpose)
     if release is None:
         raise FolderInUse(_refusal(folder, folder / name))
@@ -82,11 +83,7 @@ def _take(path: Path, purpose: str) -> Any:
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(PAUSE)
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # the process that held the folder has removed it
-            path.parent.mkdir(parents=True, exist_ok=True)
-            continue
+        handle = _open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
         try:
             _lock(handle)
         except BlockingIOError:
@@ -111,6 +108,15 @@ def _take(path: Path, purpose: str) -> Any:
     return None
 
 
+def _open(path: Path, flags: int) -> int:
+    """Open a lock in a folder that another process, which wrote nothing to it, may be removing."""
+    for _ in range(REMOVALS):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags, 0o644)
+    return os.open(path, flags, 0o644)
+
+
 def _lock(handle: int) -> None:
     if fcntl is None:
         raise OSError(errno.ENOSYS, "no file locks on this system")
@@ -123,7 +129,7 @@ def _take_exclusive(path: Path, purpose: str) -> Any:
     warn(f"{path.parent} is on a file system without file locks; {exclusive.name} marks it as in use instead")
     for _ in range(2):
         try:
-            handle = os.open(exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            handle = _open(exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             if _alive(_read(exclusive)):
                 return None
