@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from lssar import testing
 from lssar.ops import tiled
 from tests import fuzz_attention
 from tests.helpers import shifted_seed
@@ -21,6 +22,32 @@ def test_it_finds_a_wrong_output(monkeypatch):
     right = tiled._output
     monkeypatch.setattr(tiled, "_output", lambda call: right(call) * (1 + 2.0**-6))
     assert fuzz_attention.fuzz(0, 30, seed=1)["failures"]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=("dq", "dk", "dv"))
+def test_it_finds_a_wrong_gradient(which, monkeypatch):
+    right = tiled._gradients
+
+    def wrong(call, do):
+        grads = right(call, do)
+        return [x * (1 - 2.0**-12) if i == which else x for i, x in enumerate(grads)]
+
+    monkeypatch.setattr(tiled, "_gradients", wrong)
+    found = fuzz_attention.fuzz(0, 60, seed=1)["failures"]
+    assert len(found) >= 6 and all(f"error of {('dq', 'dk', 'dv')[which]}" in x["problem"] for x in found)
+
+
+@pytest.mark.parametrize("case", [24521, 35379, 37139, 37341])
+def test_roundings_that_eager_does_not_have(case):
+    """dq is 0 but for rounding, and eager's terms cancel exactly. Four times the derived bound is still found."""
+    assert fuzz_attention.fuzz(case, 1, seed=2026)["failures"] == []
+    call = fuzz_attention.draw_call(fuzz_attention.Draw(2026, case))
+    q, k, v = call.tensors.values()
+    o, dq, dk, dv = call.run("tiled")
+    bound = testing._cancellation(q, k, v, call.do, call.spec, call.options)[1]
+    with pytest.raises(AssertionError, match="error of dq"):
+        wrong = (dq + 4 * bound * dq.sign().where(dq != 0, 1)).to(dq.dtype)
+        testing.assert_close_to_reference((o, wrong, dk, dv), q, k, v, call.spec, do=call.do, **call.options)
 
 
 def test_it_finds_a_leak(monkeypatch):
