@@ -34,7 +34,7 @@ def inputs(d, heads, length, dtype=torch.bfloat16, batch=1, kv_heads=None, seed=
     return make(heads), make(kv_heads or heads), make(kv_heads or heads), make(heads)
 
 
-def dense(q, k, v, p=15.0, uniform=True):
+def dense(q, k, v, p=15.0):
     """Float64 causal LSSAR (p None: LSSA) by the formula; differentiable."""
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     length, d = q.shape[-2:]

@@ -49,8 +49,8 @@ def is_activation(spec: Any) -> bool:
 
 
 def why_not(
-    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, mask: Tensor | None = None, window: int | None = None,
-    key_ranges: Tensor | None = None, return_weights: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, spec: Any, *, mask: Tensor | None = None, key_ranges: Tensor | None = None,
+    return_weights: bool = False,
 ) -> str | None:  # fmt: skip
     """None if the fused kernels can run this call, else a sentence a user can act on."""
     if not (is_lssa(spec) or is_activation(spec)):

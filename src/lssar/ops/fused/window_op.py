@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lssar.ops.fused import window as kernels
+from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
@@ -133,14 +134,14 @@ def _backward(
     call = _Call(q, k, gain, power, spec, causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    to_keys = q.new_empty((kernels.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
+    to_keys = q.new_empty((gradients.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
     arguments = (
         q, k, v, o, do, dq, rows, to_keys, key_scale, q if gain is None else gain, call.p, rows.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         *call.shapes,
     )  # fmt: skip
     call.run(
-        "query_gradient", kernels.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
+        "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
         arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
     )  # fmt: skip
     arguments = (
@@ -149,11 +150,11 @@ def _backward(
         *call.shapes,
     )  # fmt: skip
     call.run(
-        "key_gradient", kernels.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
+        "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
         arguments, (q, do), WIDE=call.wide,
     )  # fmt: skip
     if gain is not None:
-        torch.sum(to_keys[kernels.GAIN_PLANE.value], (0, 2), out=dgain)
+        torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
 
 

@@ -1,0 +1,517 @@
+"""Backward of window.py: a kernel over row blocks for dq, then one over key blocks for dk and dv."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lssar.ops.fused.primitives import (
+    FIRST_ROWS,
+    LN2,
+    LOG2E,
+    USE_PTX,
+    dot,
+    ex2,
+    lane_sum,
+    load_tile,
+    not_finite,
+    read_tile,
+    rows_of_keys,
+    saturate,
+    sigmoid2,
+    softplus2,
+    tile_source,
+    visible_keys,
+    weight_root,
+)
+from lssar.ops.fused.window import (
+    EXP,
+    FAR,
+    REWEIGHTED,
+    hide_keys,
+    key_tile,
+    keys_of_rows,
+    near_one,
+    scale_near_one,
+    score_factor,
+    store_rows,
+    weight_power,
+)
+
+BACKWARD_PLANES = 8
+"""Numbers a row that the dq kernel leaves for the dk, dv kernel, and the row's part of the gain's gradient."""
+GAIN_PLANE = tl.constexpr(7)
+
+
+@triton.jit
+def _rest(inverse_norm, SMALL: tl.constexpr):
+    """inverse_norm / scale_near_one(inverse_norm, SMALL), which is what unit vectors still lack."""
+    bits = (inverse_norm.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000
+    return bits.to(tl.float32, bitcast=True) * (1.0 / SMALL)
+
+
+@triton.jit
+def _to_raw(grad, x, inverse_norm, factor):
+    """Gradient of x [M, D] (float32) from that of its unit vector, times factor [M], and the latter's part along x."""
+    unit = x * inverse_norm[:, None]
+    along = tl.sum(grad * unit, 1)
+    return (grad - unit * along[:, None]) * (inverse_norm * factor)[:, None], along
+
+
+@triton.jit
+def _hide_both(x, y, keys, row_start, row_stop, masked):
+    """x and y with 0 where the row does not see the key."""
+    if masked:
+        seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
+        x, y = tl.where(seen, x, 0.0), tl.where(seen, y, 0.0)
+    return x, y
+
+
+@triton.jit
+def _store_gradient(ptr, value, start, stop, stride, offsets, columns, D: tl.constexpr):
+    """Saturated in float16, whose range a gradient may leave."""
+    if ptr.dtype.element_ty == tl.float16:
+        value = saturate(value, tl.float16)
+    store_rows(ptr, value, start, stop, stride, offsets, columns, D)
+
+
+@triton.jit
+def _saved_numbers(at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr):
+    """Three numbers a row of the forward, [M]: shift, log2 Z and 0 for EXP, else slope, intercept and Z. Rows past the
+    last have no weight."""
+    if KIND == EXP:
+        first = tl.load(at, mask=inside, other=FAR)
+        second = first * 0.0
+        if not COSINE:
+            second = tl.load(at + row_plane, mask=inside, other=FAR)
+        return first, second, first * 0.0
+    else:
+        first = tl.load(at, mask=inside, other=0.0)
+        second = tl.load(at + row_plane, mask=inside, other=0.0)
+        return first, second, tl.load(at + 2 * row_plane, mask=inside, other=0.0)
+
+
+@triton.jit
+def _exp_weight(x, key_scale, row_factor, shift, log_z, COSINE: tl.constexpr):
+    """Normalised weights of EXP; arguments are broadcast against x."""
+    if COSINE:
+        return ex2(x * row_factor * key_scale - shift)
+    else:
+        return ex2(tl.minimum((x - shift) * row_factor - log_z, 0.0))
+
+
+@triton.jit
+def _finite_entries(x):
+    """x with 0 in place of infinities and NaNs."""
+    return tl.where(not_finite(x.to(tl.float32)), 0.0, x).to(x.dtype)
+
+
+@triton.jit
+def _program(AGAIN: tl.constexpr):
+    """The three numbers of a program. AGAIN: after all that it has stored so far is stored.
+
+    The compiler takes the numbers that it gets AGAIN for others: it computes anew what depends on them. Kept from the
+    first time, that would take registers from the loop.
+    """
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if AGAIN:
+        tl.debug_barrier()
+        if USE_PTX:
+            x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+            y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [y], tl.int32, False, 1)
+            z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], tl.int32, False, 1)
+    return x, y, z
+
+
+@triton.jit
+def _store_three(ptr, row_plane, inside, first, second, third):
+    tl.store(ptr, first, mask=inside)
+    tl.store(ptr + row_plane, second, mask=inside)
+    tl.store(ptr + 2 * row_plane, third, mask=inside)
+
+
+@triton.jit
+def _store_line(
+    to_keys_ptr, row_plane, inside, slope, intercept, z, inverse, to_score, delta, mean, p,
+    KIND: tl.constexpr, LOG_DEGREE: tl.constexpr,
+):  # fmt: skip
+    """Of rows of SOFTPLUS and REWEIGHTED: slope and intercept of weights, what makes products scores, delta, the mean's
+    part of the gradient of scores, and 1 / Z.
+
+    For half types slope and intercept contain the 1 / Z: float32 would lose by it in rows whose spread is small.
+    """
+    if KIND == REWEIGHTED:
+        if LOG_DEGREE != 0:
+            root = tl.where(z > 0, tl.exp2(-tl.log2(tl.where(z > 0, z, 1.0)) / p), 0.0)  # Z^(-1/p)
+            slope, intercept, inverse = slope * root, intercept * root, inverse * 0.0 + 1.0
+        tl.store(to_keys_ptr + 3 * row_plane, intercept, mask=inside)
+        tl.store(to_keys_ptr + 4 * row_plane, mean, mask=inside)
+        tl.store(to_keys_ptr + 5 * row_plane, inverse, mask=inside)
+    else:
+        slope = slope * inverse
+    _store_three(to_keys_ptr, row_plane, inside, slope, to_score, delta)
+
+
+@triton.jit
+def _query_sums(
+    q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
+    key_stop, row_factor, first, second, delta, p, columns,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Over keys lo..hi: sum of ds k (for EXP) or of g sigma k, sum of sigma k, both [M, D], sum of g [M].
+
+    AGAIN: entries of k that are not finite count as 0, since rows that do not see them multiply them by 0.
+    """
+    offsets = tl.arange(0, N)
+    gk = tl.zeros([M, BLOCK_D], tl.float32)
+    sk = gk
+    g_sum = tl.zeros([M, 4], tl.float32)
+    for start in tl.range(lo, hi, N, num_stages=STAGES):
+        k, key_scale = key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
+        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
+        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
+        masked = (start < full_lo) | (start + N > full_hi)
+        keys = (start + offsets)[None, :]
+        operand = _finite_entries(k) if AGAIN else k
+        if WIDE:
+            operand = operand.to(tl.float32)
+        if KIND == EXP:
+            g = dp - delta[:, None]
+            g *= _exp_weight(x, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], COSINE)
+            g = hide_keys(g, keys, row_start, row_stop, masked, 0.0)  # values of hidden keys may be anything
+            if COSINE:
+                g *= key_scale[None, :]
+            gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
+        else:
+            x = x * key_scale[None, :] * row_factor[:, None]
+            two_a = softplus2(x, LOG_DEGREE)
+            sigma = sigmoid2(x, two_a, LOG_DEGREE)
+            g = dp - delta[:, None]
+            if KIND == REWEIGHTED:
+                root = weight_root(two_a, first[:, None], second[:, None], LOG_DEGREE)
+                g *= weight_power(root, p, P, 1)
+            g, sigma = _hide_both(g, sigma, keys, row_start, row_stop, masked)
+            sigma *= key_scale[None, :]
+            gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
+            if KIND == REWEIGHTED:
+                g_sum += lane_sum(g, M, N)
+                sk = dot(sigma.to(operand.dtype), operand, sk, PRECISION=DOT)
+    return gk, sk, tl.sum(g_sum, 1)
+
+
+@triton.jit
+def _query_block(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Writes dq of a block of rows and what the dk, dv kernel needs of them; returns whether dq is not finite.
+
+    AGAIN: the same for a block that was not finite. Entries of k that are not finite count as 0. dq is NaN in rows
+    whose delta is not finite: these are all that see an infinity or NaN, since o is NaN there, or have one in dO.
+    """
+    PRECISE: tl.constexpr = LOG_DEGREE == 0
+    block, h, b = _program(AGAIN)
+    first_row, b = block * BLOCK_M, b.to(tl.int64)
+    h_kv = (h // GROUP).to(tl.int64)
+    h = h.to(tl.int64)
+    q_ptr += b * q_stride_b + h * q_stride_h
+    k_ptr += b * k_stride_b + h_kv * k_stride_h
+    v_ptr += b * v_stride_b + h_kv * v_stride_h
+    o_ptr += b * o_stride_b + h * o_stride_h
+    do_ptr += b * do_stride_b + h * do_stride_h
+    dq_ptr += b * dq_stride_b + h * dq_stride_h
+    key_scale_ptr += (b * Hkv + h_kv) * Lk
+
+    row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+    rows = first_row + row_offsets
+    q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
+    do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
+    o = load_tile(o_ptr, first_row, Lq, o_stride_l, row_offsets, columns, D, True)  # [M, D]
+    at = (b * Hq + h) * Lq + rows
+    row_plane = tl.cast(row_plane, tl.int64)
+    first, second, z = _saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
+    key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    lo, hi, full_lo, full_hi = keys_of_rows(
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M
+    )
+    row_start, row_stop = visible_keys(
+        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )  # [M]
+    n = (row_stop - row_start).to(tl.float32)
+    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)  # [M]
+    gain = tl.load(gain_ptr + h).to(tl.float32) if GAIN else 1.0
+    factor = score_factor(n, gain, SCALE, LOG_N, PRECISE)
+    if COSINE:
+        inverse_norm = tl.load(rows_ptr + at + (1 if KIND == EXP else 3) * row_plane, mask=rows < Lq, other=0.0)
+        down = scale_near_one(inverse_norm, SMALL)
+        q = q_raw.to(tl.float32) * down[:, None]
+        raw_factor = tl.minimum(tl.maximum(factor * LOG2E * inverse_norm, -FAR), FAR)  # for products with q as it is
+        row_factor = factor * LOG2E * _rest(inverse_norm, SMALL)
+        up = down
+    else:
+        q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
+        row_factor = tl.minimum(tl.maximum(factor * LOG2E * up, 1.0 / FAR), FAR)
+        raw_factor, inverse_norm = factor, factor
+    gk, sk, g_sum = _query_sums(
+        q.to(q_raw.dtype), do, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
+        full_lo, full_hi, row_start, row_stop, key_stop, row_factor, first, second, delta, p, columns,
+        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, AGAIN,
+    )  # fmt: skip
+
+    to_keys_ptr += at
+    inside = rows < Lq
+    if KIND == EXP:
+        grad = gk
+        if COSINE:
+            _store_three(to_keys_ptr, row_plane, inside, first, raw_factor, delta * raw_factor)
+        else:
+            shift = tl.minimum(tl.maximum(first * up, -FAR), FAR)
+            _store_three(to_keys_ptr, row_plane, inside, shift, second, delta)
+    else:
+        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
+        inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
+        power_factor = p if KIND == REWEIGHTED else 1.0
+        kappa = 2.0 * LOG2E * power_factor * first * inverse
+        grad = (gk - sk * mean[:, None]) * kappa[:, None] if KIND == REWEIGHTED else gk * kappa[:, None]
+        _store_line(
+            to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta, mean * kappa * LN2, p,
+            KIND, LOG_DEGREE,
+        )  # fmt: skip
+    if COSINE:
+        q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
+        grad, along = _to_raw(grad, q_raw, inverse_norm, factor)
+        if GAIN:
+            along *= score_factor(n, 1.0, SCALE, LOG_N, PRECISE)
+            tl.store(to_keys_ptr + GAIN_PLANE * row_plane, along, mask=inside)
+    else:
+        grad = grad * factor[:, None]
+    if AGAIN:
+        grad = tl.where(not_finite(delta)[:, None], float("nan"), grad)
+    _store_gradient(dq_ptr, grad, first_row, Lq, dq_stride_l, row_offsets, columns, D)
+    return not_finite(tl.sum(along) if COSINE else tl.sum(grad))
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype."""
+    broken = True
+    for AGAIN in tl.static_range(2):
+        if broken:
+            broken = _query_block(
+                q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+                row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,
+                v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
+                dq_stride_b, dq_stride_h, dq_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                doc_stop_ptr,
+                KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                LOG_DEGREE, DOT, WIDE, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
+                TMA and not AGAIN, AGAIN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _key_terms(
+    x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr,
+):  # fmt: skip
+    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
+    if KIND == EXP:
+        first = tl.load(at, mask=inside, other=FAR)[:, None]
+        second = tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR)[:, None]
+        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+        if COSINE:
+            weight = ex2(x * second * key_scale[None, :] - first)
+            ds = weight * (dp * second - delta)
+            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+        else:
+            weight = ex2(tl.minimum((x - first * key_down) * (factor[:, None] * key_up) - second, 0.0))
+            ds = weight * (dp - delta)
+            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+    else:
+        slope = tl.load(at, mask=inside, other=0.0)[:, None]
+        to_score = tl.load(at + row_plane, mask=inside, other=0.0)[:, None]
+        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+        x = x * to_score * key_scale[None, :]
+        two_a = softplus2(x, LOG_DEGREE)
+        sigma = sigmoid2(x, two_a, LOG_DEGREE)
+        scale = 2.0 * slope
+        if KIND == REWEIGHTED:
+            intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
+            mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
+            root = weight_root(two_a, slope, intercept, LOG_DEGREE)
+            y = weight_power(root, p, P, 1)
+            weight = y * root
+            scale *= p
+            if LOG_DEGREE == 0:
+                inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
+                weight *= inverse
+                scale *= inverse
+            ds = (dp * scale - delta * scale) * y - mean
+        else:
+            weight = two_a * slope
+            ds = dp * scale - delta * scale
+        weight, sigma = _hide_both(weight, sigma, keys, row_start, row_stop, masked)
+        ds *= sigma * to_score  # last: with tiny queries and steep weights the product of all factors overflows
+    return weight, ds
+
+
+@triton.jit
+def _keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL: tl.constexpr):
+    """k [N, D] times powers of two that bring it near one; with cosine 1 / |k| and what the unit vectors still lack,
+    both [N], else the power and its inverse."""
+    if COSINE:
+        inverse_norm = tl.load(key_scale_ptr + keys, mask=keys < key_stop, other=0.0)
+        down = scale_near_one(inverse_norm, SMALL)
+        return (k.to(tl.float32) * down[:, None]).to(k.dtype), inverse_norm, _rest(inverse_norm, SMALL), 1.0, 1.0
+    else:
+        near, down, up = near_one(k.to(tl.float32), SMALL, True)
+        nothing = tl.zeros([keys.shape[0]], tl.float32)
+        return near.to(k.dtype), nothing, nothing, down, up
+
+
+@triton.jit
+def _key_block(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
+    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Writes dk and dv of a block of keys; returns whether any of it is not finite.
+
+    AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see _query_block) contribute
+    nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
+    """
+    block, h_kv, b = _program(AGAIN)
+    first_key = block * BLOCK_N
+    h_kv, b = h_kv.to(tl.int64), b.to(tl.int64)
+    k_ptr += b * k_stride_b + h_kv * k_stride_h
+    v_ptr += b * v_stride_b + h_kv * v_stride_h
+    dk_ptr += b * dk_stride_b + h_kv * dk_stride_h
+    dv_ptr += b * dv_stride_b + h_kv * dv_stride_h
+    row_plane = tl.cast(row_plane, tl.int64)
+
+    row_offsets, offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    keys = (first_key + offsets)[None, :]
+    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+        first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+        CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
+    )  # fmt: skip
+    v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
+    k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
+    k, inverse_norm, key_scale, key_down, key_up = _keys_near_one(
+        k_raw, key_scale_ptr + (b * Hkv + h_kv) * Lk, first_key + offsets, key_stop, COSINE, SMALL
+    )
+    TURNED: tl.constexpr = BLOCK_N < 64  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
+    dk = tl.zeros([BLOCK_D, BLOCK_N] if TURNED else [BLOCK_N, BLOCK_D], tl.float32)
+    dv = dk
+    for member in range(group):
+        h = h_kv * group + member
+        q_head = q_ptr + b * q_stride_b + h * q_stride_h
+        do_head = do_ptr + b * do_stride_b + h * do_stride_h
+        rows_head = to_keys_ptr + (b * Hq + h) * Lq
+        q_source = tile_source(q_head, Lq, q_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+        do_source = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+        for start in tl.range(row_lo // BLOCK_M * BLOCK_M, row_hi, BLOCK_M, num_stages=STAGES):
+            rows = start + row_offsets
+            q = read_tile(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            do = read_tile(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            if AGAIN:
+                q, do = _finite_entries(q), _finite_entries(do)
+            x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+            dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
+            row_start, row_stop = visible_keys(
+                rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+            )  # [M]
+            factor = rows.to(tl.float32) * 0.0 + SCALE * LOG2E
+            if LOG_N and not COSINE:
+                factor = score_factor((row_stop - row_start).to(tl.float32), LOG2E, SCALE, LOG_N, LOG_DEGREE == 0)
+            masked = (start < full_lo) | (start + BLOCK_M > full_hi)
+            if AGAIN:
+                delta = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
+                row_stop = tl.where(not_finite(delta), row_start, row_stop)
+                masked = True
+            weight, ds = _key_terms(
+                x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
+                keys, row_start, row_stop, masked, KIND, P, COSINE, LOG_DEGREE,
+            )  # fmt: skip
+            if LOG_N and not COSINE:
+                ds *= factor[:, None]
+            if AGAIN:
+                weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+            operand = q.to(tl.float32) if WIDE else q
+            weight, ds = weight.to(do.dtype), ds.to(operand.dtype)
+            if TURNED:
+                dv = dot(tl.trans(do), weight, dv, PRECISION=DOT)
+                dk = dot(tl.trans(operand), ds, dk, PRECISION=DOT)
+            else:
+                dv = dot(tl.trans(weight), do, dv, PRECISION=DOT)
+                dk = dot(tl.trans(ds), operand, dk, PRECISION=DOT)
+    if TURNED:
+        dk, dv = tl.trans(dk), tl.trans(dv)
+    if COSINE:
+        k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True, True)
+        if AGAIN:
+            k_raw = _finite_entries(k_raw)
+        dk, along = _to_raw(dk, k_raw.to(tl.float32), inverse_norm, LN2 if KIND == EXP else 1.0)  # scores in base 2
+    else:
+        dk *= LN2 if LOG_N else SCALE
+    _store_gradient(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
+    _store_gradient(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)
+    # A sum of numbers that are not all finite is not finite. (One that overflows repeats the block for nothing.)
+    return not_finite(tl.sum(dv) + tl.sum(along) if COSINE else tl.sum(dk + dv))
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "group"])
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
+    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a block of keys, summed over the query heads that share them."""
+    broken = True
+    for AGAIN in tl.static_range(2):
+        if broken:
+            broken = _key_block(
+                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+                q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h,
+                v_stride_l, do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b,
+                dv_stride_h, dv_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+                KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                LOG_DEGREE, DOT, WIDE, 16 if AGAIN else BLOCK_M, BLOCK_N, 1 if AGAIN else STAGES, TMA and not AGAIN,
+                AGAIN,
+            )  # fmt: skip
