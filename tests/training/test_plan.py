@@ -42,35 +42,37 @@ def measured(r: Recipe, processes: int, folder: Path) -> list[int]:
 )
 def test_memory_of_one_process(changes):
     r = recipe("tiny-cpu", **SHORT, **changes)
-    assert plan(r, 1, "cpu").peak_gib * 2**30 == pytest.approx(peak_bytes(r)["peak"], rel=0.15)
+    assert plan(r, 1, "cpu").peak_gib * 2**30 == pytest.approx(peak_bytes(r)["peak"], rel=0.1)
 
 
 @pytest.mark.parametrize(
-    ("processes", "changes", "error"),
+    ("processes", "changes"),
     [
-        (2, {"parallel": "ddp", "micro_batch": 8}, 0.15),
-        (4, {"parallel": "fsdp", "micro_batch": 4}, 0.15),
-        pytest.param(  # attention on a CPU makes float32 copies, which are not traced
-            2, {"parallel": "fsdp", "dtype": "bfloat16", "micro_batch": 4}, 0.2, marks=pytest.mark.slow
-        ),
-        pytest.param(  # the peak itself differs between processes and runs: docs/scale.md
-            4, {"parallel": "fsdp", "context_parallel": 2, "heads": 4, "micro_batch": 4}, 0.4, marks=pytest.mark.slow
+        (2, {"parallel": "ddp", "micro_batch": 8}),
+        (4, {"parallel": "fsdp", "context_parallel": 2, "heads": 4, "micro_batch": 4}),
+        *(
+            pytest.param(processes, changes, marks=pytest.mark.slow)
+            for processes, changes in (
+                (4, {"parallel": "fsdp", "micro_batch": 4}),
+                (2, {"parallel": "fsdp", "dtype": "bfloat16", "micro_batch": 4}),
+                (4, {"parallel": "fsdp", "context_parallel": 4, "heads": 4, "layout": "mixed@32", "micro_batch": 8}),
+                (2, {"context_parallel": 2, "micro_batch": 8}),
+            )
         ),
     ],
     ids=str,
-)  # fmt: skip
-def test_memory_of_several_processes(processes, changes, error, tmp_path):
-    """The median over processes: which of them has a gradient and a bucket at one time is luck."""
+)
+def test_memory_of_several_processes(processes, changes, tmp_path):
     r = recipe("tiny-cpu", **SHORT, **changes)
     found = float(np.median(measured(r, processes, tmp_path)))
-    assert plan(r, processes, "cpu").peak_gib * 2**30 == pytest.approx(found, rel=error)
+    assert plan(r, processes, "cpu").peak_gib * 2**30 == pytest.approx(found, rel=0.1)
 
 
 @pytest.mark.slow
 def test_memory_with_compile(tmp_path):
     """What Inductor allocates on a CPU, against the graphs that the dry run takes from the compiler."""
     r = recipe("tiny-cpu", **SHORT, compile=True, size="tiny", vocab_size=2000)
-    assert plan(r, 1, "cpu").peak_gib * 2**30 == pytest.approx(peak_bytes(r)["peak"], rel=0.15)
+    assert plan(r, 1, "cpu").peak_gib * 2**30 == pytest.approx(peak_bytes(r)["peak"], rel=0.1)
 
 
 @pytest.mark.parametrize("layout", ["uniform", "mixed@32"])

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lssar.context import Context
 from lssar.model import GPT, ModelConfig
 
 
@@ -46,9 +47,10 @@ class Footprint:
 
 @functools.cache
 def footprint(
-    config: ModelConfig, batch: int, rows: int, *, half: bool, compiled: bool, sharded: bool, loss: bool
-) -> Footprint:
-    """Of a model on (batch, rows) tokens.
+    config: ModelConfig, batch: int, length: int, *, half: bool, compiled: bool, sharded: bool, loss: bool,
+    context: int = 1,
+) -> Footprint:  # fmt: skip
+    """Of a model on `batch` sequences of `length` tokens, of which each of `context` processes holds an equal part.
 
     half: under autocast to bfloat16. sharded: gradients leave as soon as they are complete, and no copies of weights
     are kept. loss: with the logits and the loss as a CPU computes them; otherwise up to the last hidden state.
@@ -56,7 +58,7 @@ def footprint(
     period = max(1, len(config.pattern))
 
     def trace(layers: int) -> Footprint:
-        return _trace(config, layers, batch, rows, half, compiled, sharded, loss)
+        return _trace(config, layers, batch, length, half, compiled, sharded, loss, context)
 
     if config.layers <= 2 * period:
         return trace(config.layers)
@@ -67,16 +69,49 @@ def footprint(
 
 
 def _trace(
-    config: ModelConfig, layers: int, batch: int, rows: int, half: bool, compiled: bool, sharded: bool, loss: bool
-) -> Footprint:
+    config: ModelConfig, layers: int, batch: int, length: int, half: bool, compiled: bool, sharded: bool, loss: bool,
+    context: int = 1,
+) -> Footprint:  # fmt: skip
     with torch.device("meta"):
         model = GPT(dataclasses.replace(config, layers=layers))
+    model.context = _TracedContext(context) if context > 1 else None
     with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16, enabled=half):
         for module in model.modules():
             for name, weight in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(weight.shape)))
-        ids = torch.zeros(batch, rows, dtype=torch.int64)
+        ids = torch.zeros(batch, length if loss else length // context, dtype=torch.int64)
         return (_compiled if compiled else _eager)(model, ids, sharded, loss)
+
+
+@torch.library.custom_op("lssar::traced_exchange", mutates_args=())
+def _exchanged(x: Tensor, rows: int) -> Tensor:
+    """What a collective returns for x, with `rows` rows; only its shape is known."""
+    raise NotImplementedError("this operator is traced and never run")
+
+
+_exchanged.register_fake(lambda x, rows: x.new_empty(rows, *x.shape[1:]))
+
+
+def _remember_rows(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.rows = inputs[0].shape[0]
+
+
+_exchanged.register_autograd(
+    lambda ctx, gradient: (_exchanged(gradient.contiguous(), ctx.rows), None), setup_context=_remember_rows
+)
+
+
+class _TracedContext(Context):
+    """The last process of a context, without the others; it receives the most."""
+
+    def __init__(self, size: int):
+        self.rank, self.size = size - 1, size
+
+    def _all_to_all(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
+        return _exchanged(x.contiguous(), x.shape[0] if received is None else sum(received))
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        return _exchanged(x.contiguous(), x.shape[0] * self.size)
 
 
 def _forward(model: GPT, ids: Tensor, loss: bool) -> Tensor:

@@ -184,8 +184,8 @@ class _Job:
 
     def _footprint(self, loss: bool) -> Any:
         return footprint(
-            self.config, self.recipe.micro_batch, self.rows, half=self.half, compiled=self.recipe.compile,
-            sharded=self.sharded, loss=loss,
+            self.config, self.recipe.micro_batch, self.recipe.length, half=self.half, compiled=self.recipe.compile,
+            sharded=self.sharded, loss=loss, context=self.context,
         )  # fmt: skip
 
     def _state(self) -> tuple[dict[str, float], float]:
@@ -225,7 +225,7 @@ class _Job:
             "backward": {
                 **common, "gradients": waiting + 4.0 * self.embedding, "activations": kept,
                 "workspace": LIBRARIES + f.peak - f.kept - f.weight_copies + self._attention_workspace()
-                + self._exchange_buffers() + head_copy + self._reduced(),
+                + head_copy + self._reduced(),
             },
             "optimiser": {**state, "buckets": buckets, "gradients": gradients, "workspace": LIBRARIES},
         }  # fmt: skip
@@ -241,32 +241,19 @@ class _Job:
             "backward": {
                 **common, "gathered": gathered, "gradients": waiting,
                 "activations": f.kept + f.weight_copies,
-                "workspace": f.peak - f.kept - f.weight_copies + self._exchange_buffers(),
+                "workspace": f.peak - f.kept - f.weight_copies,
             },
             "optimiser": {**common, "gradients": gradients, "workspace": 2 * largest},
         }  # fmt: skip
 
     def _kept_by_attention(self) -> float:
-        """What kernels keep besides q, k, v and o: numbers of each row, and keys and values of other processes."""
-        c, total = self.config, 0.0
-        for layer in c.layer_configs:
-            total += 4 * _row_numbers(layer) * c.heads * self.tokens
-            if (exchange := self._exchange(layer)) is not None and exchange.kind != "heads":
-                total += exchange.received * self.recipe.micro_batch * self.width
-        return total
+        """What kernels keep besides q, k, v and o: numbers of each row."""
+        return 4.0 * self.config.heads * self.tokens * sum(map(_row_numbers, self.config.layer_configs))
 
     def _attention_workspace(self) -> float:
         """Of the backward of one layer: unit queries and keys of our kernels, gradients of queries in float32 of
         PyTorch's."""
         return 4.0 * self.tokens * self.config.heads * self.config.head_size
-
-    def _exchange_buffers(self) -> float:
-        """Of the exchange of one layer: q, k and v as they are sent, received and laid out again, o twice; and of their
-        gradients."""
-        if self.context == 1:
-            return 0.0
-        c = self.config
-        return 2 * self.tokens * c.head_size * (3 * (c.heads + 2 * self.key_heads) + 2 * c.heads) * self.width
 
     def _exchange(self, layer: LayerConfig) -> Any:
         if self.context == 1:
