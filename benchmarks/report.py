@@ -40,7 +40,7 @@ def table(paths: list[Path], words: list[str]) -> str:
     if words[0] in TABLES:
         return TABLES[words[0]](results)
     if words[0] in GROUPS:
-        return GROUPS[words[0]][words[1]](results[0])
+        return GROUPS[words[0]][words[1]](*results)
     (result,) = results
     modes = [word for word in words if "=" not in word]
     wanted = {field: values.split(",") for field, values in (word.split("=") for word in words if "=" in word)}
@@ -357,15 +357,23 @@ def scale_parts_table(result: dict) -> str:
     return markdown_table(head, rows) + f"\n{notes}{_command(result)}"
 
 
-def scale_steps_table(result: dict) -> str:
+def scale_steps_table(expected: dict, measured: dict) -> str:
     """Predicted and measured time of a step on one H200."""
     rows = [
-        [row["size"], f"`{row['attention']}`", f"{row['length']:,}", f"{1e3 * row['predicted_s']:.0f}",
-         f"{1e3 * row['measured_s']:.0f}", f"{row['predicted_s'] / row['measured_s'] - 1:+.0%}", f"`{row['source']}`"]
-        for row in result["speeds"]
+        (p["model"], p["micro_batch"][1], p["step_s"], row["step_s"], "h200-scale-models.json")
+        for p, row in zip(expected["models"], measured["models"], strict=True)
+    ] + [
+        (f"{row['size'].upper()}, {row['attention'].upper()}", row["length"], row["predicted_s"], row["measured_s"],
+         Path(row["source"]).name)
+        for row in expected["speeds"]
     ]  # fmt: skip
-    head = ["model", "mechanism", "length", "predicted, ms", "measured, ms", "", "measured in"]
-    return markdown_table(head, rows) + f"\n{_command(result)}"
+    cells = [
+        [model, f"{length:,}", f"{1e3 * predicted:.0f}", f"{1e3 * found:.0f}", f"{predicted / found - 1:+.0%}",
+         f"`benchmarks/results/{source}`"]
+        for model, length, predicted, found, source in rows
+    ]  # fmt: skip
+    head = ["model", "length", "predicted, ms", "measured, ms", "", "measured in"]
+    return markdown_table(head, cells) + f"\n{_machine(measured['environment'])}. {_command(expected)}"
 
 
 def scale_memory_table(result: dict) -> str:
@@ -382,15 +390,16 @@ def scale_memory_table(result: dict) -> str:
     return markdown_table(head, rows) + f"\n{_machine(result['environment'])}. {_command(result)}"
 
 
-def scale_models_table(result: dict) -> str:
-    """Predicted memory and speed of the models that `benchmarks/scale.py models` measures."""
+def scale_models_table(expected: dict, measured: dict) -> str:
+    """Predicted and measured peak memory of training on one H200."""
     rows = []
-    for p in result["models"]:
+    for p, row in zip(expected["models"], measured["models"], strict=True):
         parts = ", ".join(f"{name} {size:.1f}" for name, size in p["memory"].items() if size >= 0.05)
         batch = f"{p['micro_steps']} x {p['micro_batch'][0]} x {p['micro_batch'][1]:,}"
-        rows.append([p["model"], batch, f"{p['peak_gib']:.1f}", parts, f"{p['tokens_per_s'] / 1e3:,.0f}K"])
-    head = ["one H200", "micro-batches x sequences x tokens", "peak, GiB", "of which", "tokens/s"]
-    return markdown_table(head, rows) + f"\n{_command(result)}"
+        error = f"{p['peak_gib'] / row['peak_gib'] - 1:+.0%}"
+        rows.append([p["model"], batch, f"{p['peak_gib']:.1f}", f"{row['peak_gib']:.1f}", error, parts])
+    head = ["one H200", "micro-batches x sequences x tokens", "predicted, GiB", "measured, GiB", "", "predicted parts"]
+    return markdown_table(head, rows) + f"\n{_machine(measured['environment'])}. {_command(measured)}"
 
 
 def _command(result: dict) -> str:

@@ -7,7 +7,7 @@
 
 memory: peak memory of tiny models on a CPU, in 1, 2 and 4 processes, predicted and measured.
 
-plan: the 1B recipe on 8 to 64 cards; and predicted speeds of the runs of which speeds are committed.
+plan: the 1B recipe on 8 to 64 cards, and the dry run of what was measured on an H200.
 
 models: peak memory of training steps at 8K tokens of 124M, 355M and 1B parameters, by the training loop, on random
 tokens. Every model has a process of its own, and all compile at once. Memory is that of each process alone, so the GPU
@@ -271,13 +271,14 @@ def kernels(arguments: argparse.Namespace, save: Save) -> None:
 
     for contestant, shapes in (TINY_ATTENTION if tiny else ATTENTION).items():
         cases = [
-            Case(batch, heads, keys, length, 64, "bfloat16", device, True, 0, False, window)
+            Case(batch, heads, keys, length, 64, "bfloat16", device, window=window, cuda_graph=device == "cuda")
             for batch, heads, keys, length, window in shapes
         ]
         run_benchmark([contestant], cases, ["forward", "both"], 0.05 if arguments.times else 0.0, keep)
 
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 TINY: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"checkpoint_layers": True}),
@@ -316,12 +317,11 @@ def memory(arguments: argparse.Namespace, save: Save) -> None:
     save({"memory": rows})
 
 
-SPEEDS = ("results/books-124m/length.json", "results/books-124m/cosine_softmax.json")
 LAB = re.compile(r"^(?P<recipe>[\w-]+), (?P<attention>\w+): step (?P<ms>[\d.]+) ms", re.M)
 
 
 def plans(arguments: argparse.Namespace, save: Save) -> None:
-    """Plans of the 1B recipe; predicted seconds of a step on an H200 beside those of which results are committed."""
+    """Plans of the 1B recipe, and of the runs whose step was timed on an H200."""
     made = []
     for card in ("h200", "h100"):
         for attention in ("lssar", "cosine_softmax"):
@@ -329,19 +329,17 @@ def plans(arguments: argparse.Namespace, save: Save) -> None:
             r = recipe("long-1b-fineweb", attention=attention, p_schedule=schedule)
             made += [{"attention": attention, **plan(r, n, card).to_dict()} for n in (8, 16, 32, 64)]
             print(made[-1]["cost"], flush=True)
-    speeds = []
-    found = LAB.search((ROOT / "benchmarks/results/h200-lab.txt").read_text())
+    found = LAB.search((RESULTS / "h200-lab.txt").read_text())
     assert found is not None
     first = recipe(found["recipe"], attention=found["attention"])
-    pairs = [(first, float(found["ms"]) / 1e3, "benchmarks/results/h200-lab.txt")]
-    for source in SPEEDS:
-        for curve in json.loads((ROOT / source).read_text())["curves"]:
-            r = Recipe.from_dict(curve["recipe"])
-            pairs.append((r, r.batch_tokens / curve["training"]["tokens_per_s"], source))
-    for r, measured, source in pairs:
-        speeds.append({"size": r.size, "attention": r.attention, "length": r.length, "measured_s": measured,
-                       "predicted_s": plan(r).step_s, "source": source})  # fmt: skip
-        print(speeds[-1], flush=True)
+    speeds = [
+        {
+            "size": first.size, "attention": first.attention, "length": first.length,
+            "predicted_s": plan(first).step_s, "measured_s": float(found["ms"]) / 1e3,
+            "source": "benchmarks/results/h200-lab.txt",
+        }
+    ]  # fmt: skip
+    print(speeds, flush=True)
     expected = [{"model": name, **plan(r).to_dict()} for name, r in MODELS.items()]
     save({"plans": made, "speeds": speeds, "models": expected})
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lssar.training.footprint import footprint
+from lssar.training.footprint import _trace, footprint
 from lssar.training.plan import Rates, plan
 from lssar.training.recipes import Recipe, recipe
 from lssar_cli import main
@@ -76,15 +76,13 @@ def test_memory_with_compile(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["uniform", "mixed@32"])
-def test_layers_that_are_not_traced_are_added(layout, monkeypatch):
+def test_layers_that_are_not_traced_are_added(layout):
     """Nine layers: traced whole, and as repetitions and a rest."""
-    from lssar.training import footprint as module
-
     config = recipe("tiny-cpu", layout=layout).model()
     config = type(config).from_dict({**config.to_dict(), "layers": 9})
     settings = dict(half=False, compiled=False, sharded=False, loss=True)
     added = footprint(config, 2, 64, **settings)
-    whole = module._trace(config, 9, 2, 64, **settings)
+    whole = _trace(config, 9, 2, 64, **settings)
     assert added.kept == pytest.approx(whole.kept, rel=0.01)
     assert added.peak == pytest.approx(whole.peak, rel=0.02)
 
@@ -107,6 +105,16 @@ def test_compiled_graphs_keep_what_the_formula_says():
     assert two.traffic > one.traffic > one.kept
 
 
+def test_the_residual_stream_is_read_once_a_layer():
+    """Traffic grows with the number of layers, not faster: sums of many tensors are kept in memory."""
+    config = recipe("tiny-cpu", size="tiny", length=256).model()
+    one, two, four = (
+        _trace(config, layers, 1, 256, half=True, compiled=True, sharded=False, loss=False).traffic
+        for layers in (4, 8, 16)
+    )
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
+
+
 def test_sharding_divides_the_state_and_costs_communication():
     r = recipe("tiny-cpu", parallel="fsdp", micro_batch=2, compile=False)
     one, eight = plan(r.replace(parallel="ddp", micro_batch=16)), plan(r, 8)
@@ -123,8 +131,9 @@ def test_sharding_divides_the_state_and_costs_communication():
 def test_times_come_from_the_results(tmp_path):
     row = {"contestant": "fused:lssar", "batch": 8, "heads": 16, "length": 8192, "head_size": 64, "causal": True,
            "forward_ms": 1.0, "both_ms": 4.0}  # fmt: skip
-    launches = {**row, "batch": 1, "length": 1024, "both_ms": 2.0}
-    found = {"rows": [row, launches], "memory_gb_s": 4000, "products": [
+    launches = {**row, "batch": 1, "length": 1024, "both_ms": 0.7}
+    grouped = {**row, "key_heads": 4, "both_ms": 5.0}
+    found = {"rows": [row, launches, grouped], "memory_gb_s": 4000, "products": [
         {"inner": 768, "outer": 3072, "tflops": 500}, {"inner": 2048, "outer": 8192, "tflops": 700}]}  # fmt: skip
     (tmp_path / "h200-x.json").write_text(json.dumps(found))
     rates = Rates.read("h200", tmp_path)
@@ -132,6 +141,7 @@ def test_times_come_from_the_results(tmp_path):
     assert rates.product_s(1000, 3072, 768) == pytest.approx(2 * 1000 * 768 * 3072 / 500e12)
     forward, both = rates.attention_s("lssar", None, 1024, 64)
     assert (both, forward) == pytest.approx((4e-3 / (8 * 16 * 8192 * 8193 / 2), 1e-3 / (8 * 16 * 8192 * 8193 / 2)))
+    assert rates.attention_s("lssar", None, 1024, 64, group=4)[1] == pytest.approx(1.25 * both)
     assert not rates.notes
     rates.attention_s("sigmoid", None, 1024, 64)
     assert rates.notes == ["no fused:sigmoid was timed on h200: the time of LSSAR is used"]

@@ -198,12 +198,15 @@ class _Graph:
     """A forward or backward graph as Inductor would run it.
 
     A node is a tensor in memory if it is not element-wise, or is an output, or is read by an operation into which
-    nothing is fused (matrix products, attention). All others are computed where they are used.
+    nothing is fused (matrix products, attention), or would be computed from many tensors wherever it is used. All
+    others are computed where they are used.
     """
 
     def __init__(self, graph: fx.GraphModule):
         self.nodes = list(graph.graph.nodes)
-        self.written = {node: self._is_written(node) for node in self.nodes}
+        self.written: dict[fx.Node, bool] = {}
+        for node in self.nodes:
+            self.written[node] = self._is_written(node)
 
     def outputs(self) -> set[fx.Node]:
         return set(self.nodes[-1].all_input_nodes)
@@ -275,19 +278,30 @@ class _Graph:
         return peak
 
     def traffic(self) -> int:
-        """Bytes that kernels other than matrix products and attention read and write."""
-        total = 0
+        """Bytes that kernels other than matrix products and attention read and write.
+
+        Inductor fuses what lies between two products or calls of attention into one kernel, which reads a tensor once
+        for all that is computed from it; sums over tokens, such as the gradients of biases, take another one.
+        """
+        kernel: dict[fx.Node, tuple[int, bool]] = {}
+        depth: dict[fx.Node, int] = {}
+        reads: dict[tuple[int, bool], set[fx.Node]] = {}
         for node in self.nodes:
+            depth[node] = max((depth[x] + _is_heavy(x) for x in node.all_input_nodes), default=0)
             if node.op == "call_function" and self.written[node] and not _is_heavy(node):
-                total += _bytes(node) + sum(_bytes(x) for x in self.sources(node))
-        return total
+                kernel[node] = place = (depth[node], _sums_tokens(node))
+                reads.setdefault(place, set()).update(x for x in self.sources(node) if kernel.get(x) != place)
+        written = [node for node in kernel if any(kernel.get(x) != kernel[node] for x in self.readers(node))]
+        return sum(map(_bytes, written)) + sum(_bytes(x) for sources in reads.values() for x in sources)
 
     def _is_written(self, node: fx.Node) -> bool:
         if node.op != "call_function" or _is_view(node):
             return False
         if not _is_elementwise(node):
             return True
-        return any(user.op == "output" or _is_heavy(user) for user in self._direct(node))
+        if any(user.op == "output" or _is_heavy(user) for user in self._direct(node)):
+            return True
+        return len(node.users) > 1 and len(self.sources(node)) > MOST_READS
 
     def _direct(self, node: fx.Node) -> Iterator[fx.Node]:
         """Users of a node, through views."""
@@ -298,6 +312,9 @@ class _Graph:
                 yield user
 
 
+MOST_READS = 4
+"""Inductor writes an element-wise result that is used several times to memory if it is computed from more tensors than
+this (its setting `realize_reads_threshold`)."""
 _VIEWS = {
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice", "split",
     "split_with_sizes", "select", "alias", "as_strided", "unbind", "detach",
@@ -328,6 +345,14 @@ def _is_heavy(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return _name(node) in _PRODUCTS or node.target.namespace not in ("aten", "prims")
+
+
+def _sums_tokens(node: fx.Node) -> bool:
+    return _name(node) == "sum" and len(node.args) > 1 and 0 in _listed(node.args[1])
+
+
+def _listed(dimensions: Any) -> list[int]:
+    return list(dimensions) if isinstance(dimensions, (list, tuple)) else [dimensions]
 
 
 def _bytes(node: fx.Node) -> int:

@@ -54,8 +54,9 @@ CARDS = {
 PRODUCT_SHARE = 0.74
 """Of the data sheet's FLOP/s, where no products were measured on a card. All products of a step of `books-51m` together
 reach it on an H200 (benchmarks/results/h200-lab.txt, commit 5e14872: 20.0 TFLOP in 27.4 ms)."""
-HOST_SHARE = 0.07
-"""Time between kernels over time in kernels, in the same step: 70.6 ms over 66.0 ms."""
+GAPS_S = 0.0046
+"""Seconds of a step between kernels, in the same step: 70.6 ms, of which 66.0 ms in kernels. Most of it is spent at the
+ends, where the host waits for the loss and starts the next step."""
 MEMORY_SHARE, LINK_SHARE = 0.8, 0.8
 """Of the data sheet's memory and network bandwidth; assumed."""
 LIBRARIES = 2**26
@@ -64,8 +65,9 @@ UPDATE_TRAFFIC = 40
 """Bytes a parameter that clipping and AdamW read and write in a step."""
 NEWTON_SCHULZ = 5
 """Steps of Muon's iteration."""
-ENOUGH_PAIRS = 2**28
-"""Rows of results with fewer pairs of queries and keys measure launches more than kernels."""
+LAUNCHES_MS = 1.0
+"""Shorter forwards and backwards are results of the host, which starts the kernels, unless they were timed as a CUDA
+graph."""
 TILE = 64
 """Rows and keys of a tile of the windowed kernels, which compute whole tiles."""
 
@@ -303,7 +305,7 @@ class _Job:
             link = min(link, card.per_node * card.network_gb_s)
         return {
             **kernels,
-            "between kernels": HOST_SHARE * sum(kernels.values()),
+            "between kernels": GAPS_S,
             "context": sent["context"] / (LINK_SHARE * 1e9 * card.link_gb_s),
             "weights and gradients": (sent["weights"] + sent["gradients"]) / (LINK_SHARE * 1e9 * link),
         }
@@ -315,7 +317,8 @@ class _Job:
         total = 0.0
         for mechanism, share in zip(layer.specs, layer.shares):
             part = pairs * share / sum(layer.shares)
-            forward, both = rates.attention_s(mechanism.name, layer.window, self.recipe.length, c.head_size)
+            group = c.heads // self.key_heads
+            forward, both = rates.attention_s(mechanism.name, layer.window, self.recipe.length, c.head_size, group)
             total += part * (both + (forward if self.recipe.checkpoint_layers else 0.0))
         return total
 
@@ -380,8 +383,13 @@ class Rates:
         like = min(self.products, key=lambda row: _distance(sorted((row["inner"], row["outer"])), size))
         return flops / (1e12 * like["tflops"])
 
-    def attention_s(self, mechanism: str, window: int | None, length: int, head_size: int) -> tuple[float, float]:
-        """Seconds of the forward, and of forward and backward, for one query, key and head that it sees."""
+    def attention_s(
+        self, mechanism: str, window: int | None, length: int, head_size: int, group: int = 1
+    ) -> tuple[float, float]:
+        """Seconds of the forward, and of forward and backward, for one query, key and head that it sees.
+
+        From the measurement with the same head size and heads to a key head, if there is one, and the nearest length.
+        """
         softmax = window is None and mechanism in ("softmax", "cosine_softmax", "ssmax")
         wanted = f"fused:{mechanism}"
         same = self._rows(wanted, window) or (self._rows("cudnn:softmax", None) if softmax else [])
@@ -399,13 +407,18 @@ class Rates:
                 f"no attention was timed on {self.card}: its products at {PRODUCT_SHARE:.0%} of the data sheet"
             )
             return 4 * head_size / self.flops, 14 * head_size / self.flops
-        row = min(same, key=lambda row: (row["head_size"] != head_size, abs(math.log(row["length"] / length))))
+
+        def unlike(row: dict[str, Any]) -> tuple[bool, bool, float]:
+            groups = row["heads"] // row.get("key_heads", row["heads"])
+            return row["head_size"] != head_size, groups != group, abs(math.log(row["length"] / length))
+
+        row = min(same, key=unlike)
         part = keys * head_size / row["head_size"] / _pairs(row) / 1e3
         return part * row["forward_ms"], part * row["both_ms"]
 
     def _rows(self, contestant: str, window: int | None) -> list[dict[str, Any]]:
         rows = [row for row in self.attention if (row["contestant"], row.get("window")) == (contestant, window)]
-        return [row for row in rows if _pairs(row) >= ENOUGH_PAIRS] or rows
+        return [row for row in rows if row.get("cuda_graph") or row["both_ms"] >= LAUNCHES_MS] or rows
 
 
 WINDOW_LAB = re.compile(
