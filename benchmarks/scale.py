@@ -288,7 +288,7 @@ TINY: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": "fsdp", "micro_batch": 4, "dtype": "bfloat16"}),
     (4, {"parallel": "fsdp", "micro_batch": 4, "context_parallel": 2, "heads": 4}),
     (4, {"parallel": "fsdp", "micro_batch": 8, "context_parallel": 4, "heads": 4, "layout": "mixed@32"}),
-    (2, {"micro_batch": 8, "context_parallel": 2}),
+    (2, {"parallel": "fsdp", "micro_batch": 8, "context_parallel": 2}),
 ]
 """Processes, and changes to the recipe `tiny-cpu`."""
 

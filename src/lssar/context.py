@@ -1,12 +1,12 @@
 """Context parallelism: each process holds a part of every sequence, and attention is exact over the whole of it.
 
-Process r of N holds rows r L / N to (r + 1) L / N - 1. All but attention works on single tokens, so only attention
-layers communicate, in one of three ways (`exchange_of` chooses, and says how much is sent):
+Process r of N holds rows r L / N to (r + 1) L / N - 1. Only attention mixes tokens, so only attention layers
+communicate, in one of three ways (`exchange_of` chooses the way and counts what is received):
 
     heads    all-to-all: a process gets all rows of its share of the heads, attends, and returns the rows (Ulysses)
-    window   a process gets from those to its left the keys and values that its first rows see
-    keys     a process gets all keys and values, where there are fewer heads than processes; as later rows see more
-             keys, process r attends for half of the rows of process N - 1 - r, which attends for half of its
+    window   a process gets the keys and values that its first rows see from the processes before it
+    keys     a process gets all keys and values; for models with fewer heads than processes. Later rows see more keys,
+             so processes r and N - 1 - r attend for half of each other's rows, which gives both the same work
 
 Every row sees the keys that it would see in one process, so n_i, positions and packed documents are those of the whole
 sequence. Shape letters: B batch, L whole sequence, l = L / N, H query heads, h key heads, D head size.
@@ -35,7 +35,7 @@ class Exchange:
 
     kind: Literal["heads", "window", "keys"]
     received: int
-    """Numbers that the process with the most receives in the forward pass of one sequence; as many in the backward."""
+    """Elements that a process receives in the forward of one sequence, at most; the backward receives as many."""
 
 
 def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: int, window: int | None) -> Exchange:
@@ -47,7 +47,8 @@ def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: i
     check_length(length, size)
     rows = length // size
     by_heads = (size - 1) * rows * 2 * (heads + max(key_heads, size)) * head_size // size
-    divides = key_heads % size == 0 or (size % key_heads == 0 and heads % size == 0)  # or each is sent to several
+    # Heads divide if each process gets whole key heads, or if several processes get copies of one key head.
+    divides = key_heads % size == 0 or (size % key_heads == 0 and heads % size == 0)
     if window is not None:
         by_window = min(window - 1, length - rows) * 2 * key_heads * head_size
         if not divides or by_window <= by_heads:
@@ -64,6 +65,7 @@ def exchange_of(size: int, length: int, heads: int, key_heads: int, head_size: i
 
 
 def check_length(length: int, size: int) -> None:
+    """ValueError if a sequence cannot be divided into equal parts."""
     if length % size:
         raise ValueError(f"a sequence of {length} tokens does not divide over {size} processes of a context")
 
@@ -123,13 +125,13 @@ class Context:
         own = torch.cat([k, v], 1).permute(2, 0, 1, 3)  # (l, B, 2 h, D)
         reach = [_seen_rows(source, self.rank, rows, window) for source in range(self.size)]
         given = [_seen_rows(self.rank, target, rows, window) for target in range(self.size)]
-        if window > 1:  # every process takes part, those that send or receive nothing too, also in the backward
+        if window > 1:  # a collective: processes that send or receive nothing take part too, also in the backward
             sent = torch.cat([own[rows - n :] for n in given])
             own = torch.cat([self._all_to_all(sent, reach, given), own])
         k, v = own.permute(1, 2, 0, 3).chunk(2, 1)
         if cu_seqlens is None:
             return attend(q, k, v, groups=groups, window=window, cu_seqlens=None)
-        # A pack has as many queries as keys: rows of zeros take the places before ours, fewer than the window has.
+        # Packed attention needs as many queries as keys: rows of zeros, fewer than the window, go before ours.
         before = k.shape[2] - rows
         bounds = (cu_seqlens - (first - before)).clamp(0, k.shape[2])
         q = F.pad(q, (0, 0, before, 0))
@@ -143,7 +145,7 @@ class Context:
         k, v = _plain(self._all_gather(own).permute(1, 2, 0, 3)).chunk(2, 1)
 
         def part(q: Tensor, end: int) -> Tensor:
-            """Rows that end before row `end` of the whole sequence."""
+            """Attention of the rows q, which end before row `end` of the whole sequence."""
             view: dict[str, Any] = {}
             if cu_seqlens is not None:
                 at = torch.arange(end - q.shape[2], end, device=q.device)

@@ -56,7 +56,7 @@ def test_memory_of_one_process(changes):
                 (4, {"parallel": "fsdp", "micro_batch": 4}),
                 (2, {"parallel": "fsdp", "dtype": "bfloat16", "micro_batch": 4}),
                 (4, {"parallel": "fsdp", "context_parallel": 4, "heads": 4, "layout": "mixed@32", "micro_batch": 8}),
-                (2, {"context_parallel": 2, "micro_batch": 8}),
+                (2, {"parallel": "fsdp", "context_parallel": 2, "micro_batch": 8}),
             )
         ),
     ],
