@@ -417,7 +417,7 @@ TABLES: dict[str, Callable[[list[dict]], str]] = {
     "speed": speed_table,
     "verdicts": lambda results: verdict_counts(results[0]),
 }
-GROUPS: dict[str, dict[str, Callable[[dict], str]]] = {
+GROUPS: dict[str, dict[str, Callable[..., str]]] = {
     "mixed": {"train": mixed_train_table, "decode": mixed_decode_table},
     "scale": {
         "plan": scale_plan_table, "parts": scale_parts_table, "steps": scale_steps_table, "memory": scale_memory_table,
