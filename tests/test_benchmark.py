@@ -27,14 +27,14 @@ WRONG = {
 }
 
 
-def test_the_right_one_passes():
+def test_a_right_implementation_passes():
     errors = measure.check(right, lssar.spec("lssar"), CASE, gradients=True)
     assert set(errors) == {"o", "dq", "dk", "dv"}
     assert max(errors.values()) < 1e-4
 
 
 @pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
-def test_wrong_ones_do_not(function):
+def test_wrong_implementations_fail(function):
     with pytest.raises(measure.Incorrect):
         measure.check(function, lssar.spec("lssar"), CASE, gradients=True)
 

@@ -106,7 +106,7 @@ def test_the_cheapest_exchange_is_chosen():
     assert exchange_of(key_heads=4, window=1, **shape).received == 0
 
 
-def test_what_does_not_divide_is_said():
+def test_what_does_not_divide_is_reported():
     shape = dict(heads=12, key_heads=12, head_size=64, window=None)
     with pytest.raises(ValueError, match=r"12 key heads do not divide over 8 processes .* from 2, 3, 4, 6, 12, or"):
         exchange_of(8, 1024, **shape)

@@ -291,7 +291,7 @@ def test_bad_configs(fields, words):
         model_config("7b")
 
 
-def test_a_config_of_before_layouts_loads_as_it_was():
+def test_a_config_without_a_layout_loads():
     """A config.json that was written before `pattern` existed."""
     kept = {
         "layers": 2, "width": 32, "heads": 4, "key_heads": None, "vocab_size": 61, "pad_vocab_to": 128,

@@ -89,7 +89,7 @@ def test_examples_in_docstrings_run(layer):
         ("cosine_softmax", {"projection": "tpa", "rope_base": 500.0}),
     ],
 )
-def test_a_layer_by_itself_decodes_as_it_reads(spec, options):
+def test_a_layer_by_itself_decodes_what_a_full_forward_gives(spec, options):
     layer = Attention(32, 4, spec, **options).double()
     x = torch.randn(2, 17, 32, dtype=torch.float64)
     cache = layer.new_cache(17)

@@ -32,7 +32,7 @@ def test_a_run_knows_everything_about_itself(run):
     assert opened.held_out(run / "data").held_out_shards() == opened.data.shards("val")
 
 
-def test_missing_and_damaged_runs_are_said_in_a_line(tmp_path, run):
+def test_missing_and_damaged_runs_are_reported_in_a_line(tmp_path, run):
     with pytest.raises(FileNotFoundError, match="no run folder"):
         Run.open(tmp_path / "nothing")
     for text in ("", "[1]", "{}", '{"recipe": {"steps": "many"}}', '{"recipe": {"stepps": 3}}', "[" * 100_000):

@@ -127,7 +127,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_a_stopped_command_leaves_no_workers_and_goes_on(tmp_path, how, findable):
+def test_a_stopped_command_leaves_no_workers_and_resumes(tmp_path, how, findable):
     source = write_jsonl(tmp_path / "a.jsonl", ["x" * (7 * number % 23) for number in range(500)])
     script = tmp_path / "slow.py"
     script.write_text(SLOW)

@@ -98,7 +98,7 @@ def test_depth_orders_the_needles():
     np.testing.assert_allclose(places, DEPTHS, atol=0.05)
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_reported():
     maker = maker_for(load_tokenizer("bytes"))
     for task in TASKS:
         length = maker.shortest(task)
@@ -162,7 +162,7 @@ def test_a_mixture_leaves_no_real_window_out(shards):
     assert both.epoch == (80 - 24) // both.windows
 
 
-def test_a_mixture_goes_on_where_it_was(shards):
+def test_a_mixture_resumes_where_it_was(shards):
     whole = mixed(shards, 0.4)
     batches = [next(whole) for _ in range(9)]
     half = mixed(shards, 0.4)

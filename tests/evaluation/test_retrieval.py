@@ -69,7 +69,7 @@ def test_a_hopeless_cell_stops_early_and_chunks_change_nothing(maker):
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("ntk", ["off", "length"])
-def test_the_cache_gives_what_reading_anew_gives(maker, task, ntk):
+def test_the_cache_equals_a_full_forward(maker, task, ntk):
     model, length = model_of(), 256
     found = evaluate_retrieval(model, maker, task, length, samples=2, depths=DEPTHS, batch_tokens=3 * length, ntk=ntk)
     nats, greedy, choice = [], [], []

@@ -143,7 +143,7 @@ def test_what_textbook_arithmetic_loses():
         model_overflow(GPT(model_config("tiny", attention=spec("lssa"), vocab_size=64)), torch.zeros(1, 8).long())
 
 
-def test_passkey_arms_are_taught_retrieval_and_asked_for_it(small, monkeypatch, capsys):
+def test_passkey_arms_are_trained_on_retrieval_and_evaluated_on_it(small, monkeypatch, capsys):
     """Two rows at two lengths; the mixture has a length of its own, which a passkey of bytes needs."""
     passkey = EXPERIMENTS["passkey"]
     short = {"multiples": (1, 1.5)}

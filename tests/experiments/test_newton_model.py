@@ -23,7 +23,7 @@ def tiny(world, attention="lssar", tokens=14):
 
 @pytest.mark.parametrize("world", [WORLDS["wellposed"], FEW_BINS], ids=["numbers", "bins"])
 @pytest.mark.parametrize("attention", ["softmax", "lssa", "lssar", "cosine_softmax", "ssmax"])
-def test_what_is_told_depends_on_the_past_alone(world, attention):
+def test_predictions_depend_only_on_the_past(world, attention):
     model = tiny(world, attention).eval()
     systems = draw(world, 3, np.random.default_rng(0), planets=1)
     tokens = shown(systems, 13)

@@ -116,7 +116,7 @@ def test_short_runs_are_not_compiled(monkeypatch):
         pretrained(Execution(compile=True))
 
 
-def test_without_a_compiler_the_steps_go_on(monkeypatch):
+def test_steps_run_without_a_compiler(monkeypatch):
     def no_compiler(*_):
         raise RuntimeError("no compiler here")
 

@@ -1,4 +1,4 @@
-"""The queue of arms: shared, interrupted and gone on with, within a time limit, through failures."""
+"""The queue of arms: shared, interrupted and resumed, within a time limit, through failures."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def let_arms_take_100_seconds(monkeypatch):
     monkeypatch.setattr(queue, "time", slow)
 
 
-def test_table4_from_nothing_interrupted_and_gone_on_with(small, capsys):
+def test_table4_interrupted_and_resumed(small, capsys):
     arguments = ("table4", "--scale", "smoke", "--out", str(small))
     assert reproduce(*arguments, "--time-limit", "0") == 0
     assert "15 of 15 arms are not finished; the same command resumes" in capsys.readouterr().out
@@ -75,7 +75,7 @@ def test_an_arm_that_another_process_holds_is_left_to_it(small, capsys):
     assert (scale.results / f"{held.key}.json").exists()
 
 
-def test_no_arm_is_begun_that_would_not_be_finished(small, monkeypatch, capsys):
+def test_no_arm_is_started_that_would_not_finish(small, monkeypatch, capsys):
     let_arms_take_100_seconds(monkeypatch)
     monkeypatch.setattr(runner, "run_arm", lambda arms, arm, say: None)
     arguments = ("table1", "--scale", "smoke", "--out", str(small), "--time-limit", "90")
@@ -126,7 +126,7 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
     assert started == [arms[0]]
 
 
-def test_a_failing_arm_is_said_and_the_others_go_on(small, monkeypatch, capsys):
+def test_a_failing_arm_is_reported_and_the_others_continue(small, monkeypatch, capsys):
     def breaks(self, model, held_out):
         if model.config.layer_specs[0].negate:
             raise RuntimeError("the card fell off")
@@ -183,7 +183,7 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
     assert "arm 2 of" not in said
 
 
-def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
+def test_evaluations_are_recorded_at_once_and_never_replaced_by_fewer(tmp_path):
     path = tmp_path / "arm.json"
 
     def record(*keys, commit="1"):
@@ -194,7 +194,7 @@ def test_what_is_read_is_recorded_at_once_and_never_replaced_by_less(tmp_path):
     assert kept() == {"one"}
     record("one", "two")
     assert kept() == {"one", "two"}
-    record("three", commit="2")  # trained again elsewhere, and not read in full yet
+    record("three", commit="2")  # trained again elsewhere, and not yet evaluated in full
     assert kept() == {"one", "two"}
     assert not (tmp_path / "earlier").exists()
     for _ in range(2):  # what the first training gave is put aside, once

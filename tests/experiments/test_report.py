@@ -114,7 +114,7 @@ def in_json(folder: Path) -> set[str]:
     return found
 
 
-def test_claims_are_decided_by_the_figures(tmp_path, monkeypatch):
+def test_claims_are_decided_by_the_results(tmp_path, monkeypatch):
     scale = dataclasses.replace(H200, results=tmp_path / "results")
     fabricated(scale, as_published, found_by_ours)
     page = tmp_path / "docs/results.md"
@@ -193,7 +193,7 @@ def test_trainings_made_again_are_shown_and_count(tmp_path):
     assert "commit 0123456, fedcba9. Command: `lssar reproduce passkey" in text
 
 
-def test_verdicts_of_the_smaller_scale_stand_beside(tmp_path, monkeypatch):
+def test_verdicts_of_the_smaller_scale_are_shown_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     large, small = Path("docs/results.md"), Path("docs/results-laptop.md")
     report.write(H200, large, pictures=False)

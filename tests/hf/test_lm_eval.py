@@ -146,7 +146,7 @@ def test_the_command_through_lm_eval(tmp_path, monkeypatch, capsys):
     assert "needs --harness lm-eval" in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_cannot_be_made_is_said(tmp_path):
+def test_what_cannot_be_made_is_reported(tmp_path):
     from lssar.hf.lm_eval import LssarLM
 
     with pytest.raises(ValueError, match="needs its tokenizer"):

@@ -213,7 +213,7 @@ def test_pipelines_and_beams(folder, no_network):
     assert beams[0].tolist() == beams[1].tolist() == beams[2].tolist()
 
 
-def test_lm_eval_reads_the_export_as_the_run(run, folder, no_network):
+def test_lm_eval_scores_the_export_as_the_run(run, folder, no_network):
     """lm-eval's own Hugging Face model over the export, ours over the run: the same likelihoods and the same text."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     from lm_eval.api.instance import Instance

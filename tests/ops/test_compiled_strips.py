@@ -84,7 +84,7 @@ def test_within_a_compiled_model_and_a_thread_of_its_own(monkeypatch):
     assert {"output", "gradients"} == set(called)
 
 
-def test_goes_on_without_a_compiler(monkeypatch):
+def test_runs_without_a_compiler(monkeypatch):
     def broken(spec):
         raise RuntimeError("no compiler here\nand more")
 

@@ -38,7 +38,7 @@ def test_the_fastest_tile_is_kept_and_found_again(tiles, monkeypatch):
     assert tiles.tile_for("forward", 32, 4) == small
 
 
-def test_a_broken_file_is_said_and_left_alone(tiles):
+def test_a_broken_file_is_reported_and_left_alone(tiles):
     path = tiles.stored_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('{"forward/64/2": {"size": 1}}')

@@ -114,7 +114,7 @@ def test_bad_input_gets_one_line(case, tmp_path, capsys):
     assert not out.exists() or out.read_text() == "mine"
 
 
-def test_a_run_that_only_began(tmp_path):
+def test_a_run_without_a_checkpoint(tmp_path):
     """A run without checkpoints and metrics still has a configuration to show; --compute says what is missing."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps({"recipe": recipe("tiny-cpu", **TINY).to_dict()}))

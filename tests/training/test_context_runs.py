@@ -89,7 +89,7 @@ def test_a_sequence_too_long_for_one_process_trains_on_two(tmp_path):
     assert results["two"] == pytest.approx(np.log(16384), rel=0.02)  # tokens are random
 
 
-def test_mistakes_are_said_before_anything_is_written(tmp_path):
+def test_mistakes_are_reported_before_anything_is_written(tmp_path):
     shards = write_counting(tmp_path / "shards")
     with pytest.raises(ValueError, match="4 key heads do not divide over 3"):
         tiny(shards, length=33, batch_tokens=33 * 8, context_parallel=3)

@@ -355,7 +355,7 @@ def test_a_folder_that_is_not_shared_is_refused(shards, tmp_path):
     assert names(tmp_path / "run/checkpoints") == []
 
 
-def test_a_full_disk_in_one_process_is_said_by_all(shards, tmp_path):
+def test_a_full_disk_in_one_process_is_reported_by_all(shards, tmp_path):
     """A limit on the size of files stands for the disk."""
     run = tmp_path / "run"
     trained(2, recipe_of(shards), run, stop_at=4)

@@ -214,7 +214,7 @@ def test_metrics_go_to_tensorboard_if_asked(shards, tmp_path):
     assert [point.value for point in events.Scalars("loss")] == pytest.approx(losses(tmp_path))
 
 
-def test_a_missing_logger_is_said_before_training(shards, tmp_path, monkeypatch):
+def test_a_missing_logger_is_reported_before_training(shards, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"lssar\[wandb\]"):
         train(tiny(shards), tmp_path, log=["wandb"])

@@ -221,7 +221,7 @@ class _Incoming:
 
 
 class _Results(torch.autograd.Function):
-    """The outputs; their gradients go on without NaN and inf."""
+    """The outputs; NaN and inf in their gradients are replaced by zeros."""
 
     @staticmethod
     def forward(incoming: _Incoming, o: Tensor, w: Tensor):

@@ -82,5 +82,5 @@ def run_all(
     jobs = tuple(jobs_of(families))
     sweep = Sweep(jobs=jobs, deadline=deadline, out=out, device=device, keep_weights=keep_weights, how=how)
     if failed := work_through(sweep, workers, say):
-        raise RuntimeError(f"these jobs failed, as said above: {', '.join(failed)}")
+        raise RuntimeError(f"these jobs failed (see above): {', '.join(failed)}")
     return all(map(sweep.finished, jobs))
