@@ -49,7 +49,7 @@ class Bench:
     budget: float = 1.0
     """Seconds of timing for each result."""
     seed: int = 0
-    """Of the inputs."""
+    """Seed of the inputs."""
     out: Path | None = None
     """Path without suffix for the .json, .csv and .png; nothing is written if not given."""
     overwrite: bool = False

@@ -117,7 +117,7 @@ class Show:
     tokenizer: str | None = None
     """bytes, gpt2, or a file, as for `prepare`; the one that the manifest names, if not given."""
     eot: str | None = None
-    """As for prepare."""
+    """End-of-document token, as for `prepare`."""
     tokens: int = 64
     """How many first tokens to decode."""
     json: bool = False
@@ -193,7 +193,7 @@ class Decode:
     tokenizer: str | None = None
     """bytes, gpt2, or a file, as for `prepare`; the one that the manifest names, if not given."""
     eot: str | None = None
-    """As for prepare."""
+    """End-of-document token, as for `prepare`."""
     max_documents: int | None = None
     """Stop after this many documents."""
     overwrite: bool = False

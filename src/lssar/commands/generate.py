@@ -25,7 +25,7 @@ class Generate:
     top_k: int | None = 50
     """Sample among this many most likely tokens."""
     seed: int = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
     ntk: Literal["off", "length"] = "off"
     """Rotary base as trained, or scaled with the length (NTK-aware)."""
     tokenizer: str | None = None

@@ -44,7 +44,7 @@ class Reproduce:
     time_limit: float | None = None
     """Seconds after which to save and stop, within an arm if need be."""
     whole_arms: bool = False
-    """With --time-limit: start no arm that is unlikely to finish, for machines whose disk does not last."""
+    """With --time-limit: start no arm that is unlikely to finish, for machines whose disk is lost at the end."""
     workers: int = 1
     """Processes that run at the same time, each with one arm."""
     compile: bool | None = None

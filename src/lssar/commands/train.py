@@ -35,11 +35,11 @@ class DryRun:
     dry_run: bool = False
     """Print parameters, memory of a process, communication, expected speed and cost, and train nothing."""
     processes: int = 1
-    """Of the dry run: processes, one a card; --context-parallel of them share each sequence."""
+    """For --dry-run: number of processes, one for each card; --context-parallel of them share each sequence."""
     card: str = "h200"
-    """Of the dry run: h200, h100, a100, b200 or cpu."""
+    """For --dry-run: the card, h200, h100, a100, b200 or cpu."""
     price: float | None = None
-    """Of the dry run: US dollars for an hour of one card; what we take one to cost, if not given."""
+    """For --dry-run: US dollars for an hour of one card; a typical price, if not given."""
     json: bool = False
     """Print the dry run as JSON."""
 
