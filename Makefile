@@ -33,10 +33,10 @@ test-browser: $(READY)
 	command -v chromium > /dev/null || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python -m pytest -m browser tests/browser
 
-# The numeric tests under other instruction sets and other seeds. With an interpreter that has all they need, and
-# without installing anything: make test-portable VENV= PYTHON=python3 WORKERS=8
+# The numeric tests under other instruction sets and other seeds; SETTINGS="zen old" runs only some. With an interpreter
+# that has all they need, and without installing anything: make test-portable VENV= PYTHON=python3 WORKERS=8
 test-portable: $(READY)
-	$(TEST_PYTHON) -m tests.portable --workers $(WORKERS)
+	$(TEST_PYTHON) -m tests.portable --workers $(WORKERS) $(if $(SETTINGS),--settings $(SETTINGS))
 
 lint: $(READY)
 	$(BIN)/ruff check .

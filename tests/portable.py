@@ -67,10 +67,10 @@ SETTINGS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         KERNELS + MODELS,
     ),
     "skylakex": ({"OPENBLAS_CORETYPE": "SkylakeX", "LSSAR_TEST_SEED": "2"}, KERNELS),
-    "no native": ({"ATEN_CPU_CAPABILITY": "avx2", "LSSAR_NATIVE": "0", "LSSAR_TEST_SEED": "2"}, MODELS),
+    "no-native": ({"ATEN_CPU_CAPABILITY": "avx2", "LSSAR_NATIVE": "0", "LSSAR_TEST_SEED": "2"}, MODELS),
 }  # fmt: skip
 EVERYWHERE = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
-NEEDS = {"haswell": "avx2", "zen": "avx2", "skylakex": "avx512", "no native": "avx2"}
+NEEDS = {"haswell": "avx2", "zen": "avx2", "skylakex": "avx512", "no-native": "avx2"}
 """Instructions without which OpenBLAS or PyTorch would crash."""
 
 
@@ -106,7 +106,7 @@ def main(words: list[str] | None = None) -> int:
     workers = ["-n", asked.workers] if importlib.util.find_spec("xdist") else []
     failures = []
     for number, name in enumerate(asked.settings, 1):
-        start, log = time.monotonic(), asked.out / f"{name.replace(' ', '-')}.txt"
+        start, log = time.monotonic(), asked.out / f"{name}.txt"
         values, tests = SETTINGS[name]
         print(f"[{number}/{len(asked.settings)}] {name}: {' '.join(f'{k}={v}' for k, v in values.items())}", flush=True)
         if lacks(name):

@@ -1,4 +1,4 @@
-"""Newton's law: how laws are read from predictions."""
+"""Newton's law: how laws are fitted to predictions."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The compiled strips: as exact as eager float32, on every instruction set, and with poisoned memory."""
+"""The strips in C: as exact as eager float32, on every instruction set, and with poisoned memory."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Who can be measured: ours and the peers, each named `implementation:mechanism`."""
+"""What can be measured: ours and the peers, each named `implementation:mechanism`."""
 
 from __future__ import annotations
 

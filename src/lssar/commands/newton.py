@@ -102,7 +102,7 @@ class ReadLaw:
     arms: Literal["best", "all"] = "best"
     """`best`: of each mechanism the pre-trained arm with most labels, first seed; `all`: every finished arm."""
     operators: list[Literal["arithmetic", "original"]] = field(default_factory=lambda: ["arithmetic", "original"])
-    """What formulas are made of: + * / alone, or sin, cos and exp too, as in the original."""
+    """Operators of the formulas: + * / alone, or sin, cos and exp too, as in the original."""
     draws: int = 5
     """Samples of points from which a formula is fitted."""
     size: int = 1000

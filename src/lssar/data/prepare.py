@@ -166,7 +166,7 @@ class _Job:
         )
 
     def begin(self, overwrite: bool) -> Status:
-        """A fresh start, or the last safe point of an earlier run; never over somebody's files unasked."""
+        """A fresh start, or the last safe point of an earlier run; never overwrites other files unasked."""
         manifest, shards = self.out / MANIFEST, self.shards()
         remove_temporary(self.progress_file)
         remove_temporary(manifest)

@@ -139,7 +139,7 @@ class TaskMaker:
         return {"passkey": self.number_tokens, "needles": self.number_tokens, "recall": 1, "copy": ITEMS}[task]
 
     def most(self, task: str) -> int:
-        """Needles, pairs or items of one context that can be told apart; of items, as many as are ever asked for."""
+        """The largest number of distinct needles, pairs or items in one context."""
         of_recall = min(map(len, self.symbols[:2])) if task == "recall" else 0
         return {"passkey": 1, "needles": len(self.words), "recall": of_recall, "copy": ITEMS}[task]
 

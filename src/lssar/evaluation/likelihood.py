@@ -1,4 +1,4 @@
-"""Log-likelihood of continuations, in batches: what multiple-choice benchmarks are made of."""
+"""Log-likelihoods of continuations, in batches, for multiple-choice benchmarks."""
 
 from __future__ import annotations
 

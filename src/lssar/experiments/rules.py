@@ -1,4 +1,4 @@
-"""What rules of claims are made of: verdicts, and the tables of the experiments that rules may look at."""
+"""Building blocks of the rules of claims: verdicts, and access to the tables of the experiments."""
 
 from __future__ import annotations
 

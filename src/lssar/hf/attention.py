@@ -167,7 +167,7 @@ def _remember(text: str, changes: tuple[tuple[str, Any], ...]) -> str:
 def _arguments(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """q, k, v and what `lssar.attention` is to be told about them."""
+    """q, k, v and the options of `lssar.attention` that describe their masks."""
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     if mask is None:
         return _unmasked(q, k, v, causal, cu_seqlens)

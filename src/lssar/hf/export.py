@@ -117,7 +117,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
 
 
 def _put(new: Path, folder: Path) -> None:
-    """Give `new` the name `folder`; what had it goes only when the new one is there."""
+    """Rename `new` to `folder`; an earlier folder of that name is deleted only after that."""
     if not folder.exists():
         os.replace(new, folder)
         return

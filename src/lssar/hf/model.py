@@ -18,7 +18,7 @@ from lssar.model import GPT
 from lssar.nn import LayerCache, Positions
 
 IMPLEMENTATION = "lssar"
-"""What transformers is told of the attention. The mechanism is the model's own; this only finds the mask function."""
+"""The name by which transformers finds the mask function. The mechanism itself is part of the model's config."""
 
 
 class LssarForCausalLM(PreTrainedModel, GenerationMixin):

@@ -46,14 +46,14 @@ def _byte_level(ranks: dict[bytes, int], split: bool) -> Any:
 
 
 def _byte_names() -> list[str]:
-    """The printable character by which a byte goes in a byte-level vocabulary: itself, or the next from 256 on."""
+    """The printable character that represents each byte in a byte-level vocabulary: itself, or one from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pair that each token of several bytes was made from: what it is while its own rank is not there yet."""
+    """The pair of tokens from which each token of several bytes was merged: its encoding by tokens of lower rank."""
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]

@@ -248,7 +248,7 @@ def stop_signal() -> Iterator[Callable[[], bool]]:
         caught.append(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError):  # not in the main thread: signals are somebody else's
+        with contextlib.suppress(ValueError):  # only the main thread may handle signals
             before[number] = signal.signal(number, handler)
     try:
         yield lambda: bool(caught)

@@ -62,7 +62,7 @@ class _Writer(dcp.HuggingFaceStorageWriter):
         self.folder, self.call_at_end = folder, finish
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        # Only process 0 is here, and nobody has written yet: remove what a failed save may have left.
+        # Only process 0 runs this, before any process writes: remove what a failed save may have left.
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         return super().prepare_global_plan(plans)

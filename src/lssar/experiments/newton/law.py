@@ -1,4 +1,4 @@
-"""Which law do predicted forces obey? Exponents with standard errors first; then strings, and what they are worth.
+"""The law that predicted forces obey: exponents with standard errors, and formulas by symbolic regression.
 
 All functions take numpy arrays, one entry a system: entries are independent, so ordinary standard errors hold.
 """
@@ -16,7 +16,7 @@ NEWTON = {"m1": 1.0, "m2": 1.0, "r": -2.0}
 """log F = log G + log m1 + log m2 - 2 log r."""
 
 OPERATORS = {"arithmetic": ("add", "mul", "div"), "original": ("add", "mul", "div", "sin", "cos", "exp")}
-"""What formulas may be made of: `original` is Vafa et al.'s set (their inv is our div)."""
+"""Operators of formulas: `original` is the set of Vafa et al. (their inv is our div)."""
 
 Engine = Literal["operon", "pysr"]
 

@@ -71,7 +71,7 @@ _asked_isa = switches.NATIVE_ISA.encode()
 
 
 def isa() -> str | None:
-    """The instruction set in use; None where there is no compiled kernel."""
+    """The instruction set in use; None where there is no native kernel."""
     name = None if _library is None else _library.lssar_isa(_asked_isa)
     return None if name is None else name.decode()
 
