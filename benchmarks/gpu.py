@@ -58,7 +58,7 @@ JOBS = (
     Job("check-next", "benchmarks/fused_lab.py check", 90, NEXT),
     tests("next", 300, "-m gpu tests/ops/test_fused.py tests/ops/test_steep.py tests/ops/test_not_finite.py", **NEXT),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
-    Job("mixed-decode", "benchmarks/mixed_model.py decode --out OUT/CARD-mixed-decode.json", 60),
+    Job("mixed-decode", "benchmarks/mixed_model.py decode --compiled --out OUT/CARD-mixed-decode.json", 120),
     Job("window-lab", "benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512 --no-flex", 150),
     bench(
         "window", 240, "--contestants flex:softmax fused:softmax fused:cosine_softmax fused:lssar --lengths 1024 8192 "

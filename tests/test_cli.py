@@ -77,6 +77,7 @@ def test_demo_train_eval_generate_diagnose(tmp_path, capsys):
     assert "effective keys" in said and "64 tokens" in said and Path(runs[0]).name in said
     for_programs(runs, tmp_path, capsys)
     main(["generate", runs[0], "--prompt", "def f(", "--tokens", "5"])
+    main(["generate", runs[0], "--prompt", "def f(", "--tokens", "5", "--dtype", "bfloat16"])
     assert capsys.readouterr().out.startswith("def f(")
 
 

@@ -32,6 +32,8 @@ class Generate:
     """bytes, gpt2, or a file; that of the run's data, if not given."""
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; on a GPU bfloat16 for a run that was trained in it, else float32, if not given."""
 
     def run(self) -> None:
         import torch
@@ -41,7 +43,7 @@ class Generate:
 
         run = Run.open(self.folder, self.device)
         tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else run.tokenizer
-        model = run.model()
+        model = run.model().to(getattr(torch, self.dtype) if self.dtype else run.dtype or torch.float32)
         model.ntk = self.ntk
         ids = torch.tensor([[tokenizer.eot, *tokenizer.encode(self.prompt).tolist()]], device=run.device)
         generator = torch.Generator(run.device).manual_seed(self.seed)
