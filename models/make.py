@@ -25,6 +25,9 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
+
+from lssar.tables import markdown_table  # noqa: E402 (the package need not be installed)
+
 EOT = 50256
 SAMPLE_CHARACTERS = 250_000
 """Of every fourth book, to train the tokenizer on."""
@@ -315,15 +318,11 @@ def length_card(folder: Path) -> str:
         return ""
     points = curves[0]["by_length"]
     times = [f"{p['length'] / curves[0]['train_length']:g}x" for p in points]
-    return "\n".join([
+    about = (
         "Held-out loss, nats a token, of the same text cut into chunks of each length "
-        f"({points[0]['pieces']} x {points[-1]['length']:,} tokens):",
-        "",
-        f"| {' | '.join(times)} |",
-        f"|{'---|' * len(points)}",
-        f"| {' | '.join(format(p['loss'], '.3f') for p in points)} |",
-        "",
-    ])  # fmt: skip
+        f"({points[0]['pieces']} x {points[-1]['length']:,} tokens):"
+    )
+    return f"{about}\n\n{markdown_table(times, [[format(p['loss'], '.3f') for p in points]])}"
 
 
 def retrieval_card(folder: Path) -> str:
@@ -332,13 +331,12 @@ def retrieval_card(folder: Path) -> str:
         return ""
     rows, length = arms[0]["rows"], arms[0]["train_length"]
     times = sorted({row["length"] // length for row in rows})
-    lines = ["Answers decoded right (questions asked):", "", f"| task | {' | '.join(f'{m}x' for m in times)} |"]
-    lines.append(f"|---|{'---|' * len(times)}")
+    table = []
     for task in dict.fromkeys(row["task"] for row in rows):
         found = {row["length"] // length: row["greedy"] for row in rows if row["task"] == task}
         cells = [f"{found[m]['rate']:.2f} ({found[m]['of']})" if m in found else "-" for m in times]
-        lines.append(f"| {task} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        table.append([task, *cells])
+    return f"Answers decoded right (questions asked):\n\n{markdown_table(['task', *(f'{m}x' for m in times)], table)}"
 
 
 def main() -> None:

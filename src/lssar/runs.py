@@ -85,7 +85,7 @@ class Run:
     @property
     def batch_tokens(self) -> int:
         """Tokens to evaluate in one forward pass, if the user does not say."""
-        return 262_144 if self.device.type == "cuda" else 16_384
+        return evaluation_batch(self.device)
 
     @property
     def name(self) -> str:
@@ -134,6 +134,11 @@ class ExportedRun(Run):
 def evaluation_dtype(recipe: Recipe, device: torch.device | str) -> torch.dtype | None:
     """bfloat16 on a GPU for a run trained in bfloat16; elsewhere None, the dtype of the weights."""
     return torch.bfloat16 if torch.device(device).type == "cuda" and recipe.dtype == "bfloat16" else None
+
+
+def evaluation_batch(device: torch.device | str) -> int:
+    """Tokens of one forward pass in evaluation, if the user does not say."""
+    return 262_144 if torch.device(device).type == "cuda" else 16_384
 
 
 def pick_device(device: torch.device | str | None = None) -> torch.device:

@@ -30,7 +30,7 @@ from lssar.evaluation.long import (
 from lssar.evaluation.overflow import DTYPES, model_overflow
 from lssar.evaluation.retrieval import DEPTHS, evaluate_retrieval
 from lssar.model import GPT, PREFILL_CHUNK
-from lssar.runs import evaluation_dtype
+from lssar.runs import evaluation_batch, evaluation_dtype
 from lssar.training.recipes import Recipe
 
 
@@ -68,7 +68,7 @@ class HeldOut:
 
     @property
     def batch_tokens(self) -> int:
-        return 262_144 if self.device == "cuda" else 16_384
+        return evaluation_batch(self.device)
 
     @cached_property
     def dtype(self) -> torch.dtype | None:

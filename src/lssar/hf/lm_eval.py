@@ -22,7 +22,7 @@ from lssar.data.tokenizers import Tokenizer, load_tokenizer
 from lssar.evaluation.benchmarks import RULER, Document, benchmark
 from lssar.evaluation.likelihood import likelihoods
 from lssar.model import GPT
-from lssar.runs import Run
+from lssar.runs import Run, evaluation_batch
 
 try:
     import lm_eval
@@ -74,7 +74,7 @@ class LssarLM(TemplateLM):
         self.truncated = 0
         """Continuations of the last requests that were longer than `max_length`: only their last tokens are scored."""
         self.max_length = int(max_length or self.model.config.train_length)
-        self.batch_tokens = int(batch_tokens or (262_144 if self._device.type == "cuda" else 16_384))
+        self.batch_tokens = int(batch_tokens or evaluation_batch(self._device))
 
     @property
     def eot_token_id(self) -> int:
