@@ -300,13 +300,13 @@ class _Job:
             "element-wise": self.micro_steps * moved / rates.memory_b_s,
             "optimiser": update,
         }
-        sent, link = self.communication(), card.link_gb_s
+        sent, link, within = self.communication(), card.link_gb_s, self.context <= card.per_node
         if self.processes > card.per_node:  # a node's cards share its network
             link = min(link, card.per_node * card.network_gb_s)
         return {
             **kernels,
             "between kernels": GAPS_S,
-            "context": sent["context"] / (LINK_SHARE * 1e9 * card.link_gb_s),
+            "context": sent["context"] / (LINK_SHARE * 1e9 * (card.link_gb_s if within else card.network_gb_s)),
             "weights and gradients": (sent["weights"] + sent["gradients"]) / (LINK_SHARE * 1e9 * link),
         }
 
@@ -394,14 +394,14 @@ class Rates:
         wanted = f"fused:{mechanism}"
         same = self._rows(wanted, window) or (self._rows("cudnn:softmax", None) if softmax else [])
         keys = 1.0  # computed for each that is seen
-        if not same and window is not None:
-            same, keys = self._rows("fused:lssar", None), (window + 2 * TILE) / window
-            self.notes.append(
-                f"no {wanted} with window {window} was timed on {self.card}: as {window + 2 * TILE} keys of LSSAR"
-            )
-        elif not same:
-            same = self._rows("fused:lssar", None)
-            self.notes.append(f"no {wanted} was timed on {self.card}: the time of LSSAR is used")
+        if not same and (same := self._rows("fused:lssar", None)):
+            if window is None:
+                self.notes.append(f"no {wanted} was timed on {self.card}: the time of LSSAR is used")
+            else:
+                keys = (window + 2 * TILE) / window
+                self.notes.append(
+                    f"no {wanted} with window {window} was timed on {self.card}: as {window + 2 * TILE} keys of LSSAR"
+                )
         if not same:
             self.notes.append(
                 f"no attention was timed on {self.card}: its products at {PRODUCT_SHARE:.0%} of the data sheet"
