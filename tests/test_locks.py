@@ -125,20 +125,3 @@ def test_locks_of_different_names_are_independent(tmp_path):
         assert not held(tmp_path)
         with hold(tmp_path, "training"):
             assert held(tmp_path) and held(tmp_path, ".arm.lock")
-
-
-def test_a_folder_that_its_holder_removes_meanwhile_is_created_again(tmp_path, monkeypatch):
-    """As where a job removes its folder at the end while another process is about to look at it."""
-    folder, attempts = tmp_path / "job", []
-    open_file = os.open
-
-    def remove_first(path, *flags):
-        if not attempts:
-            folder.rmdir()
-        attempts.append(path)
-        return open_file(path, *flags)
-
-    monkeypatch.setattr(locks.os, "open", remove_first)
-    with hold(folder, "testing"):
-        assert held(folder)
-    assert len(attempts) == 2
