@@ -1,7 +1,7 @@
 """A mixed 124M model against a uniform softmax model on one GPU: training steps and decode steps.
 
-    PYTHONPATH=src python benchmarks/mixed_model.py train --lengths 1024 8192 32768 --out benchmarks/results/h200-mixed-train.json
-    PYTHONPATH=src python benchmarks/mixed_model.py decode --contexts 131072 --batches 1 8 --out benchmarks/results/h200-mixed-decode.json
+    PYTHONPATH=src:. python benchmarks/mixed_model.py train --lengths 1024 8192 32768 --out benchmarks/results/h200-mixed-train.json
+    PYTHONPATH=src:. python benchmarks/mixed_model.py decode --contexts 131072 --batches 1 8 --out benchmarks/results/h200-mixed-decode.json
 
 Both take the recipe's model (`long-124m`: three windowed softmax layers, then a global one) with cosine softmax and with
 LSSAR in the global layers, and the same model with softmax and rotary positions in every layer, whose attention is
@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.training_step import training_step
 from torch import Tensor
 
 from lssar.model import GPT, Cache
 from lssar.nn import LayerCache, Positions
 from lssar.nn.decoding import DecodeStep
 from lssar.records import environment, write_json
-from lssar.training.optimisers import make_optimisers
 from lssar.training.recipes import Recipe, recipe
 
 UNIFORM = "uniform softmax"
@@ -68,27 +68,11 @@ def recipe_of(name: str, arm: str, length: int) -> Recipe:
     return recipe(name, **ARMS[arm], length=length, micro_batch=max(1, min(MICRO_TOKENS, tokens) // length))
 
 
-def training_step(r: Recipe) -> Callable[[], float]:
-    """A function that makes one optimisation step and returns its loss."""
+def step_of(r: Recipe) -> Callable[[], float]:
+    """A function that makes one optimisation step of an arm."""
     torch.manual_seed(0)
     model = (PlainSoftmax if r.layout == "uniform" else GPT)(r.model()).cuda()
-    optimisers = make_optimisers(model, r)
-    model.compile()
-    ids = torch.randint(0, r.vocab_size, (r.micro_batch, r.length + 1), device="cuda")
-
-    def step() -> float:
-        model.set_power(r.model().layer_configs[-1].specs[-1].p)  # an input of the graph, as under a schedule
-        for _ in range(r.micro_steps(1)):
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(ids[:, :-1], targets=ids[:, 1:]) / r.micro_steps(1)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return training_step(model, r, model.config.layer_configs[-1].specs[-1].p)
 
 
 def train_arm(name: str, arm: str, length: int, places: Any, pipe: Any) -> None:
@@ -96,7 +80,7 @@ def train_arm(name: str, arm: str, length: int, places: Any, pipe: Any) -> None:
     try:
         r = recipe_of(name, arm, length)
         with places:
-            step = training_step(r)
+            step = step_of(r)
             for _ in range(WARM_UP):
                 step()
             torch.cuda.empty_cache()

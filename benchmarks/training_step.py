@@ -7,36 +7,50 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lssar.model import GPT
 from lssar.training.optimisers import make_optimisers
-from lssar.training.recipes import recipe
+from lssar.training.recipes import Recipe, recipe
 
 KERNELS = 25
+
+
+def training_step(model: GPT, r: Recipe, p: float | None = None) -> Callable[[], float]:
+    """A function that makes an optimisation step of the recipe, on the same random tokens each time; returns the loss.
+
+    p: a power that is an input of the compiled graph, as under a schedule; None: the power in the model's config.
+    """
+    device, micro_steps = model.embed.weight.device, r.micro_steps(1)
+    optimisers = make_optimisers(model, r)
+    if r.compile:
+        model.compile()
+    ids = torch.randint(0, r.vocab_size, (r.micro_batch, r.length + 1), device=device)
+
+    def step() -> float:
+        model.set_power(p)
+        total = torch.zeros((), device=device)
+        for _ in range(micro_steps):
+            with torch.autocast(device.type, torch.bfloat16, enabled=r.dtype == "bfloat16"):
+                loss = model(ids[:, :-1], targets=ids[:, 1:]) / micro_steps
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        return total.item()
+
+    return step
 
 
 def measure(name: str, mechanism: str) -> None:
     r = recipe(name, attention=mechanism)
     torch.manual_seed(0)
-    model = GPT(r.model()).cuda()
-    optimisers = make_optimisers(model, r)
-    model.compile()
-    ids = torch.randint(0, r.vocab_size, (r.micro_batch, r.length + 1), device="cuda")
-
-    def step() -> float:
-        for _ in range(r.micro_steps(1)):
-            with torch.autocast("cuda", torch.bfloat16, enabled=r.dtype == "bfloat16"):
-                loss = model(ids[:, :-1], targets=ids[:, 1:]) / r.micro_steps(1)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), r.clip)
-        for optimiser in optimisers:
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        return loss.item()
-
+    step = training_step(GPT(r.model()).cuda(), r)
     for _ in range(4):
         step()
     began, steps = time.perf_counter(), 8

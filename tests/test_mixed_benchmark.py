@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks import mixed_model
+from benchmarks import mixed_model, training_step
 
 import lssar
 from lssar.model import GPT, model_config
 from lssar.nn.decoding import DecodeStep
+from lssar.training.recipes import recipe
 
 
 @pytest.fixture
@@ -39,6 +40,18 @@ def test_the_peer_of_decoding_is_the_same_model(models):
         torch.testing.assert_close(step(ids[:, 8:]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_training_step_is_one_of_the_recipe():
+    """As many tokens in two micro-batches as in one, on tokens that are the same in both: the same losses."""
+    losses = []
+    for micro_steps in (1, 2):
+        r = recipe("tiny-cpu", size="tiny", length=16, batch_tokens=32 * micro_steps, micro_batch=2, vocab_size=61)
+        torch.manual_seed(0)
+        step = training_step.training_step(GPT(r.model()), r)
+        losses.append([step() for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][3] < losses[0][0]
+
+
 def test_ratios_are_to_the_uniform_model_of_the_same_setting():
     rows = [
         {"arm": arm, "length": length, "tokens_per_s": speed}
@@ -52,5 +65,5 @@ def test_ratios_are_to_the_uniform_model_of_the_same_setting():
 @pytest.mark.parametrize("arm", mixed_model.ARMS)
 @pytest.mark.parametrize("length", [1024, 8192, 32768])
 def test_recipes_fit(arm, length):
-    recipe = mixed_model.recipe_of("long-124m", arm, length)
-    assert recipe.micro_batch * length * recipe.micro_steps(1) == recipe.batch_tokens == 65_536
+    r = mixed_model.recipe_of("long-124m", arm, length)
+    assert r.micro_batch * length * r.micro_steps(1) == r.batch_tokens == 65_536
