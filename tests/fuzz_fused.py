@@ -30,18 +30,20 @@ from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.fuzz_jobs import in_processes
 from tests.helpers import with_gradients
+from tests.ops.test_window import check_not_finite
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = ("softmax", "sigmoid_n", "sigmoid_n_l1", "l1_relu", "l1_gelu", "cosine_softmax", "softmax^3")
+WINDOW_SPECS = ("softmax", "cosine softmax", "lssa", "lssar")
 POWERS = (None, 1.0, 2.0, 3.0, 7.0, 15.0, 15.0, 31.0, 1.5, 7.25)
 
 
 @dataclass(frozen=True)
 class Case:
     seed: int
-    kind: str  # lssar, activation, decode, paged, hidden
+    kind: str  # lssar, activation, decode, paged, hidden, hidden window
     spec: str
     dtype: str
     batch: int
@@ -67,7 +69,8 @@ milliseconds."""
 def draw(seed: int, small: bool) -> Case:
     r = random.Random(seed)
     kernels = r if small else random.Random(-1 - seed // SAME_KERNELS)
-    kind = kernels.choices(("lssar", "activation", "decode", "paged", "hidden"), (50, 15, 12, 8, 15))[0]
+    kinds = ("lssar", "activation", "decode", "paged", "hidden", "hidden window")
+    kind = kernels.choices(kinds, (45, 15, 12, 8, 10, 10))[0]
     dtype = kernels.choices(tuple(DTYPES), (3, 2, 1))[0]
     longest = 70 if small else r.choice((64, 300, 1100))
     keys = r.choice((1, 2, 3, 4, 5, r.randint(6, longest), r.randint(6, longest), longest))
@@ -78,11 +81,12 @@ def draw(seed: int, small: bool) -> Case:
         queries = r.randint(1, longest if "full" in view else keys)  # causal queries are the last keys
     if kind in ("decode", "paged"):
         queries, view = r.randint(1, min(4, keys)), "lengths"
-    if kind == "hidden":
+    if kind in ("hidden", "hidden window"):
         queries, view = keys, "causal"
+    specs = {"activation": ACTIVATIONS, "hidden window": WINDOW_SPECS}.get(kind, ("lssar",))
     far = dtype != "float16" and kind in ("lssar", "decode", "paged") and r.random() < 0.25
     return Case(
-        seed, kind, kernels.choice(ACTIVATIONS) if kind == "activation" else "lssar", dtype,
+        seed, kind, kernels.choice(specs), dtype,
         1 if "pack" in view else r.randint(1, 2), r.randint(1, 2), r.choice((1, 1, 2, 4)), queries, keys,
         kernels.choice((16, 20, 32) if small else (16, 40, 64, 64, 80, 128, 128, 256)),
         kernels.choice(POWERS), view, kind != "activation" and kernels.random() < 0.2,
@@ -249,8 +253,18 @@ def run_hidden(case: Case) -> list[str]:
     return problems
 
 
+def run_hidden_window(case: Case) -> list[str]:
+    """The same in the windowed kernels, and for the gradient of the output."""
+    r = random.Random(case.seed + 4)
+    at, which = r.randrange(case.keys), r.choice(("q", "k", "v", "dO"))
+    bad = r.choice((torch.inf, -torch.inf, torch.nan))
+    size = {"L": case.keys, "D": case.head_size, "window": r.randint(1, case.keys)}
+    check_not_finite(case.spec, DTYPES[case.dtype], which, bad, at, **size)
+    return []
+
+
 def run(case: Case) -> list[str]:
-    runs = {"decode": run_decode, "paged": run_decode, "hidden": run_hidden}
+    runs = {"decode": run_decode, "paged": run_decode, "hidden": run_hidden, "hidden window": run_hidden_window}
     try:
         return runs.get(case.kind, run_gradients)(case)
     except Exception as problem:

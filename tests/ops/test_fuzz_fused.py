@@ -8,7 +8,7 @@ from tests.fuzz_fused import CUDA, draw, fuzz
 
 def test_cases_cover_every_kind():
     cases = [draw(seed, small=True) for seed in range(300)]
-    assert {case.kind for case in cases} == {"lssar", "activation", "decode", "paged", "hidden"}
+    assert {case.kind for case in cases} == {"lssar", "activation", "decode", "paged", "hidden", "hidden window"}
     assert {case.view for case in cases} >= {"causal", "full", "window", "full window", "pack", "full pack", "padding"}
     assert draw(7, small=True) == draw(7, small=True)
 

@@ -299,6 +299,8 @@ def _rewrite_output(
             value = v.to(tl.float32)
             unusable = (tl.abs(value) <= 3.4028234663852886e38) == 0
             o = dot(weight.to(v.dtype), tl.where(unusable, 0.0, value).to(v.dtype), o, PRECISION=DOT)
+            # by way of float32: the interpreter makes 2^-133 of a 1 that becomes a bfloat16
+            seen, unusable = seen.to(tl.float32), unusable.to(tl.float32)
             broken = dot(seen.to(v.dtype), unusable.to(v.dtype), broken, PRECISION=DOT)
         o = tl.where(broken > 0, float("nan"), o)
         store_rows(o_ptr, o, first_row, Lq, o_stride, tl.arange(0, M), some, D)
