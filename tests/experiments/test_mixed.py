@@ -10,8 +10,9 @@ from lssar.data.folder import write_stdlib
 from lssar.evaluation.long import far_multiples, joined_pieces
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, mixed_claims, report
 from lssar.experiments.evaluations import HeldOut, Length, Retrieval
+from lssar.experiments.larger import FIXED, RAISED, budget_label
 from lssar.experiments.mixed_claims import MIXED_CLAIMS, Mixed
-from lssar.experiments.rules import Tables
+from lssar.experiments.rules import Missing, Tables
 from lssar.model import GPT
 from tests.experiments.reproduce import reproduce
 
@@ -101,4 +102,21 @@ def test_differences_are_measured_against_the_spread_over_seeds():
     assert mixed.lower_loss("b", "a", 1) == -1
     assert mixed.lower_loss("a", "c", 1) == 0
     assert mixed.lower_loss("a", "d", 1) == 1  # one seed: the deviation of the others
-    assert len({claim.name for claim in MIXED_CLAIMS}) == 5
+    assert len({claim.name for claim in MIXED_CLAIMS}) == 6
+
+
+@pytest.mark.parametrize(
+    ("fixed", "annealed", "verdict"),
+    [(0.01, -0.1, "holds"), (0.1, 0.02, "holds in part"), (0.1, 0.03, "does not hold")],
+)
+def test_the_largest_budget_decides_whether_lssar_reaches_softmax(fixed, annealed, verdict):
+    def rows(budget, **above):
+        for label, loss in (("softmax", 0.0), *above.items()):
+            label = budget_label({"fixed": FIXED, "annealed": RAISED}.get(label, label), budget)
+            yield {"label": label, "main": True, "loss": {"1": {"mean": 4 + loss}}}
+
+    table = [*rows(1, fixed=0.2, annealed=0.2), *rows(2, fixed=fixed, annealed=annealed), *rows(4, fixed=0.0)]
+    found = mixed_claims.reaches_softmax(Tables({"budget": {"rows": table}}))
+    assert found.verdict == verdict and "2x the tokens" in found.evidence and "4x" not in found.evidence
+    with pytest.raises(Missing):  # a larger budget of one of them decides nothing
+        mixed_claims.reaches_softmax(Tables({"budget": {"rows": list(rows(1, fixed=0.0, annealed=0.0))}}))

@@ -25,8 +25,8 @@ ALL = "all"
 class Reproduce:
     """Train, evaluate and tabulate the arms (training runs) of experiments; finished arms are not run again.
 
-    Experiments: mixed, controls, figure1, passkey, table4, figure2, stability, downstream, table1, table2, table3; or
-    all.
+    Experiments: mixed, larger, larger-downstream, budget, controls, figure1, passkey, table4, figure2, stability,
+    downstream, table1, table2, table3; or all.
     Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md.
     """
 

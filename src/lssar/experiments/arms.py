@@ -29,9 +29,10 @@ NOT_CONTENT = (
 Position = Literal["rope", "alibi"]
 ScaleName = Literal["smoke", "laptop", "h200", "paper"]
 Draw = Literal["bars", "curves", "sweep", "training", "rates", "accuracy", "far"]
-Setting = Literal["text", "retrieval", "long"]
+Setting = Literal["text", "retrieval", "long", "large"]
 """`text`: the recipe of the scale. `retrieval`: with retrieval documents mixed in. `long`: at a short length, with
-retrieval documents, evaluated to the farthest multiple of the scale."""
+retrieval documents, evaluated to the farthest multiple of the scale. `large`: a larger model, with retrieval
+documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +261,7 @@ SCALES: dict[str, Scale] = {
             settings={
                 "retrieval": changes_of("retrieval-51m", "books-51m"),
                 "long": changes_of("long-33m", "books-51m") | {"eval_every": 450, "save_every": 450},
+                "large": changes_of("long-124m", "books-51m") | {"eval_every": 800, "save_every": 800},
             },
             farthest=512,
             far_tokens=2_097_152,

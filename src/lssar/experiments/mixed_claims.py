@@ -6,10 +6,13 @@ seed get the deviation that the rows with several seeds have on average (pooled 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from typing import Any
 
+from lssar.experiments.larger import BUDGETS, RAISED, SOFTMAX, budget_label
+from lssar.experiments.larger import FIXED as FIXED_EVERYWHERE
 from lssar.experiments.rules import Claim, Finding, Missing, Tables, Verdict, grade
 
 UNIFORM = "uniform softmax"
@@ -19,6 +22,8 @@ FIXED = "mixed, LSSAR, p = 15 fixed"
 MIXED = (DIVIDED, LSSAR, COSINE, SSMAX)
 """The mixed rows with three seeds and one budget."""
 TWICE = "mixed, cosine softmax, twice the tokens"
+NEAR = 0.02
+"""Nats that count as the same loss."""
 PASSKEY, NEEDLES = 0.95, 0.9
 """Rates that count as found."""
 
@@ -153,6 +158,27 @@ def ahead_in_global_layers(t: Tables) -> Finding:
     return Finding(verdict, f"{'; '.join(parts)}. Loss: {losses}")
 
 
+def reaches_softmax(t: Tables) -> Finding:
+    """At the largest budget of which both softmax and LSSAR are trained."""
+    losses: dict[int, dict[str, float]] = {}
+    for budget in BUDGETS:
+        for label in (SOFTMAX, FIXED_EVERYWHERE, RAISED):
+            with contextlib.suppress(Missing):
+                line = t.line("budget", budget_label(label, budget))
+                losses.setdefault(budget, {})[label] = line["loss"]["1"]["mean"]
+    decided = [budget for budget, by_label in losses.items() if len(by_label) == 3 and budget > 1]
+    if not decided:
+        raise Missing("budget: softmax, LSSAR and LSSAR annealed on more tokens")
+    gaps = {b: {x: losses[b][x] - losses[b][SOFTMAX] for x in (FIXED_EVERYWHERE, RAISED)} for b in decided}
+    last = gaps[max(decided)]
+    near = [gap <= NEAR for gap in last.values()]
+    verdict: Verdict = "holds" if all(near) else "holds in part" if any(near) else "does not hold"
+    parts = [
+        f"{b}x the tokens " + ", ".join(f"{x} {gap:+.3f}" for x, gap in found.items()) for b, found in gaps.items()
+    ]
+    return Finding(verdict, "loss at 1x above softmax's: " + "; ".join(parts))
+
+
 def _claim(name: str, text: str, rule: str, decide: Any) -> Claim:
     return Claim(name, text, "not in the paper", rule, ("mixed",), decide, page="results-mixed")
 
@@ -184,5 +210,10 @@ MIXED_CLAIMS: tuple[Claim, ...] = (
         "m5", "In global layers LSSAR, or heads divided between LSSA and LSSAR, is ahead of cosine softmax and SSMax",
         "one of the two is ahead of each control in loss (1x, 64x, 512x) or needles (64x, 512x), and behind it in "
         f"none; in part: ahead somewhere; {SIGNIFICANT}", ahead_in_global_layers,
+    ),
+    Claim(
+        "m6", "With more tokens LSSAR in every layer reaches softmax's loss at the training length", "not in the paper",
+        f"at the largest budget, LSSAR with p = 15 and LSSAR annealed are at most {NEAR} nats above softmax at 1x; in "
+        "part: one of them", ("budget",), reaches_softmax, page="results-mixed",
     ),
 )  # fmt: skip

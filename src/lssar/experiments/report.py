@@ -58,7 +58,7 @@ def tables_of(scale: Scale) -> dict[str, dict[str, Any]]:
 
 
 def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
-    """The page of the experiment `mixed`."""
+    """The page of the experiment `mixed`, and of larger models and budgets once there are results."""
     r = scale.base.replace(**scale.settings["long"])
     units = "bytes" if scale.data == STDLIB else "tokens"
     text = MIXED_HEAD.format(
@@ -75,7 +75,10 @@ def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dic
     )
     unfinished += "the rules name; the number of seeds of each row is below its table.\n\n"
     text += claims_section(claims, {}, unfinished if tables["mixed"]["missing"] else "")
-    return text + "\n" + section(tables["mixed"], _picture(scale, "mixed", folder))
+    for name, experiment in EXPERIMENTS.items():
+        if experiment.page == "results-mixed" and tables[name]["rows"]:
+            text += "\n" + section(tables[name], _picture(scale, name, folder))
+    return text
 
 
 def page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dict[str, Any]], folder: Path) -> str:
