@@ -34,7 +34,8 @@ test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser tests/browser
 
 # The numeric tests under other instruction sets and other seeds; SETTINGS="zen old" runs only some. With an interpreter
-# that has all they need, and without installing anything: make test-portable VENV= PYTHON=python3 WORKERS=8
+# that has all they need, and without installing anything: make test-portable VENV= PYTHON=python3 WORKERS=8 (after
+# `python3 setup.py build_ext --inplace`, which compiles the C kernels).
 test-portable: $(READY)
 	$(TEST_PYTHON) -m tests.portable --workers $(WORKERS) $(if $(SETTINGS),--settings $(SETTINGS))
 

@@ -23,9 +23,11 @@ import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 KERNELS = tuple(
     f"tests/ops/test_{name}.py"
     for name in (
@@ -69,6 +71,7 @@ SETTINGS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "skylakex": ({"OPENBLAS_CORETYPE": "SkylakeX", "LSSAR_TEST_SEED": "2"}, KERNELS),
     "no-native": ({"ATEN_CPU_CAPABILITY": "avx2", "LSSAR_NATIVE": "0", "LSSAR_TEST_SEED": "2"}, MODELS),
 }  # fmt: skip
+NATIVE = ROOT / f"src/lssar/ops/native/_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
 EVERYWHERE = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 NEEDS = {"haswell": "avx2", "zen": "avx2", "skylakex": "avx512", "no-native": "avx2"}
 """Instructions without which OpenBLAS or PyTorch would crash."""
@@ -102,6 +105,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/portable"), help="folder for the output of pytest")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest after --, in place of the setting's tests")
     asked = parser.parse_args(words)
+    if not NATIVE.exists() and asked.settings != ["no-native"]:
+        print(f"the C kernels are not built for this Python: run `{sys.executable} setup.py build_ext --inplace`")
+        return 1
     asked.out.mkdir(parents=True, exist_ok=True)
     workers = ["-n", asked.workers] if importlib.util.find_spec("xdist") else []
     failures = []

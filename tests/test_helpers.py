@@ -59,5 +59,8 @@ def test_no_numeric_test_is_missing_under_other_instruction_sets(tmp_path, capsy
     compiling = {f"tests/ops/test_{name}.py" for name in ("hopper", "launch", "next_kernels", "tune")}
     assert {f"tests/ops/{path.name}" for path in (ROOT / "tests/ops").glob("test_*.py")} <= listed | compiling
     assert all((ROOT / path).exists() for path in listed)
-    assert portable.main(["--settings", "old", "--workers", "0", "--out", str(tmp_path), "--", "tests/nowhere.py"]) == 1
+    assert (
+        portable.main(["--settings", "no-native", "--workers", "0", "--out", str(tmp_path), "--", "tests/nowhere.py"])
+        == 1
+    )
     assert "1 of 1 settings failed" in capsys.readouterr().out
