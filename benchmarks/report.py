@@ -150,8 +150,9 @@ def speed_table(results: list[dict]) -> str:
                 continue
             what = "decode" if peer.get("decode") else "self-attention"
             shape = f"{case[0]} x {case[1]}{f'/{case[2]}' if case[2] != case[1] else ''} x {case[3]:,} x {case[4]}"
+            shape += f", {peer['dtype']}{', CUDA graph' * bool(peer.get('cuda_graph'))}"
             ratios = [_ratios(row, peer) for row in ours.values()]
-            lines.append([where.removeprefix("NVIDIA "), what, f"{shape}, {peer['dtype']}", *ratios])
+            lines.append([where.removeprefix("NVIDIA "), what, shape, *ratios])
         sources.append(_machine(result["environment"]))
     head = ["", "", "batch x heads x length x head size", "LSSAR", "LSSA"]
     return markdown_table(head, lines) + f"\n{'; '.join(dict.fromkeys(sources))}.\n"
