@@ -309,7 +309,9 @@ def memory(arguments: argparse.Namespace, save: Save) -> None:
                 str(processes),
                 "--standalone",
             ]
-            subprocess.run([*command, str(ROOT / "tests/training/peak.py"), str(settings), folder], check=True)
+            without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+            script = str(ROOT / "tests/training/peak.py")
+            subprocess.run([*command, script, str(settings), folder], check=True, env=without_gpu)
             measured = [json.loads((Path(folder) / f"{rank}.json").read_text())["peak"] for rank in range(processes)]
         predicted = round(plan(r, processes, "cpu").peak_gib * 2**30)
         rows.append({"processes": processes, "changes": changes, "predicted": predicted, "measured": measured})

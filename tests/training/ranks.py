@@ -31,6 +31,7 @@ def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     command = [sys.executable, "-m", "tests.training.ranks", str(folder)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
