@@ -26,7 +26,7 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "REWEIGHT": mechanism != "lssa", "LOG_D": math.log(D), "D": D, "BLOCK_D": D, "LOG_DEGREE": 3,
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
-        "STEEP": "steep" in mechanism, "CACHE": 2**22, "warps": tile.warps, **SEEN,
+        "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     return compile_kernel(module, kernel, constants, cache, **types)

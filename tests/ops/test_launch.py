@@ -6,6 +6,8 @@ from tests.helpers import outside_the_interpreter
 
 pytest.importorskip("triton")
 
+KERNELS = ("query_gradient_kernel", "key_gradient_kernel", "forward_kernel")
+
 
 def test_the_same_kernels_with_the_same_arguments(tmp_path):
     found = outside_the_interpreter("tests.ops.launch_without_card", cache=tmp_path)
@@ -14,3 +16,16 @@ def test_the_same_kernels_with_the_same_arguments(tmp_path):
     assert by_triton == first == again
     functions = {line[4] for line in by_triton}
     assert 10 < len(functions) < found["kept"] < each  # several kernels, and strides that differ share theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("following", ["0", "1"])
+def test_launches_on_hopper_fit_the_kernels(following, tmp_path, monkeypatch):
+    """Three calls: new kernels, the same from the cache, and gradients of the output with a stride of 0."""
+    monkeypatch.setenv("LSSAR_NEXT_KERNELS", following)
+    made = outside_the_interpreter("tests.ops.launch_hopper_without_card", "64", cache=tmp_path)["launched"]
+    assert len(made) == 3 * 5  # normalisation twice, forward, dq, dk and dv
+    assert not any(one["wrong"] or one["missing"] for one in made), made
+    counts = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in KERNELS}
+    wanted = {"query_gradient_kernel": [4, 4, 0], "key_gradient_kernel": [3, 3, 0]} if following == "1" else {}
+    assert counts == {name: wanted.get(name, [0, 0, 0]) for name in KERNELS}

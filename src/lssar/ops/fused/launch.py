@@ -36,6 +36,7 @@ def start_kernel(
         *[
             (x.dtype, x.data_ptr() & 15) if isinstance(x, Tensor)
             else float if x.__class__ is float
+            else (x.base.dtype, *x.block_shape) if not isinstance(x, int)  # a descriptor that the host made
             else x if x < 32
             else (x & 31) + (32 if x < 2**31 else 64)
             for x in arguments

@@ -69,6 +69,7 @@ class _Call:
             "STEEP": p is not None and steep_rows(q.dtype, p),
         }
         self.row_stride = _row_stride(self.Lq)
+        self.host_tiles = switches.NEXT_KERNELS and key_lengths is None  # these end the keys of each sequence
 
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
@@ -163,6 +164,7 @@ def run_forward(
     aligned = tma_aligned(unit_q, unit_k, v)
     hopper = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
+    name = "forward_hopper" if hopper else "forward"
 
     arguments = (
         unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], call.row_stride, call.Hq, call.Hkv,
@@ -171,9 +173,11 @@ def run_forward(
 
     def run(tile, tile_constants):
         constants = call.mechanism | call.shape | call.visibility_kind | call.gain_kind | tile_constants
-        start_kernel(kernel, ceil_div(call.Lq, tile.m) * call.B * call.Hq, arguments, constants)
+        tiles, kind = _tile_arguments(name, call, (unit_q, tile.m), (unit_k, 2 * tile.n), (v, tile.n))
+        programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
+        start_kernel(kernel, programs, (*arguments, *tiles), constants | kind)
 
-    launch("forward_hopper" if hopper else "forward", call.D, call.itemsize, aligned, run)
+    launch(name, call.D, call.itemsize, aligned, run)
     return o, rows
 
 
@@ -243,7 +247,8 @@ def _query_gradient(
 
     def run(tile, tile_constants):
         programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
-        start_kernel(kernel, programs, arguments, constants | call.gain_kind | tile_constants)
+        tiles, kind = _tile_arguments(name, call, (unit_q, tile.m), (unit_k, tile.n), (v, tile.n), (do, tile.m))
+        start_kernel(kernel, programs, (*arguments, *tiles), constants | call.gain_kind | kind | tile_constants)
 
     tile = launch(name, call.D, call.itemsize, aligned, run)
     return dq, _QueryPass(queries, row_values, tile.m)
@@ -265,10 +270,20 @@ def _key_gradient(
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         programs = ceil_div(call.Lk, tile.n) * call.B * call.Hkv
-        start_kernel(kernel, programs, arguments, constants | {"STEEP": steep} | tile_constants)
+        tiles, kind = _tile_arguments(name, call, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
+        start_kernel(kernel, programs, (*arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
 
     launch(name, call.D, call.itemsize, aligned, run)
     return dk, dv
+
+
+def _tile_arguments(name: str, call: _Call, *tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], dict[str, bool]]:
+    """Arguments and constants of a kernel that only those in Gluon have."""
+    if not name.endswith("_hopper"):
+        return (), {}
+    from lssar.ops.fused.hopper import tile_arguments
+
+    return tile_arguments(call.host_tiles, *tensors)
 
 
 def _zero_gain(q: Tensor, gain: Tensor | None) -> Tensor:

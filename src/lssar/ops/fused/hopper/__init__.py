@@ -6,6 +6,7 @@ group has 64 rows.
 """
 
 from lssar.ops.fused.hopper.backward import key_gradient_kernel, query_gradient_kernel
+from lssar.ops.fused.hopper.descriptors import tile_arguments
 from lssar.ops.fused.hopper.forward import forward_kernel
 
-__all__ = ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel"]
+__all__ = ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "tile_arguments"]

@@ -269,7 +269,8 @@ def key_gradient_kernel(
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
-    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, v_all, do_all,
+    HOST_TILES: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
@@ -307,7 +308,10 @@ def key_gradient_kernel(
     values_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_PLANES * BLOCK_M], values_layout)
     keys_ready, rows_ready = tile_barriers(1), tile_barriers(STAGES)
-    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    if HOST_TILES:
+        v_tiles = v_all, b, h_kv
+    else:
+        v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
     announce(v_tiles, keys_ready, 0, True)
     load_tile(v_tiles, v_ring, keys_ready, first_key, 0, True)
     k_ring.index(0).store(exact_k.to(element))
@@ -324,8 +328,12 @@ def key_gradient_kernel(
     for member in range(group):
         h = (h_kv * group + member).to(gl.int64)
         head = b64 * Hq + h
-        q_tiles = tile_descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
-        do_tiles = tile_descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
+        if HOST_TILES:
+            q_tiles = q_all, b, h_kv * group + member
+            do_tiles = do_all, b, h_kv * group + member
+        else:
+            q_tiles = tile_descriptor(q_ptr + head * Lq * D, Lq, D, BLOCK_M, D)
+            do_tiles = tile_descriptor(do_ptr + b64 * do_stride_b + h * do_stride_h, Lq, do_stride_l, BLOCK_M, D)
         row_values = rows_ptr + head * row_stride
         dk, dv = _key_sums(
             dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
@@ -464,8 +472,8 @@ def query_gradient_kernel(
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    HAS_GAIN: gl.constexpr,
+    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
+    do_all, HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
@@ -498,11 +506,16 @@ def query_gradient_kernel(
     k_ring, v_ring = tile_ring(key_element, STAGES, BLOCK_N, D), tile_ring(value_element, STAGES, BLOCK_N, D)
     rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
-    do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
-    fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
-    k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    if HOST_TILES:
+        q_tiles, do_tiles = (q_all, b, head % Hq), (do_all, b, head % Hq)
+        k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
+        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
+    else:
+        q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
+        do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
+        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
+        k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
+        v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
     # What each row sees, and its values [M], in the layout of whole rows
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)

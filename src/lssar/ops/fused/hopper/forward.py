@@ -340,8 +340,8 @@ def _careful_values(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    HAS_GAIN: gl.constexpr,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
+    HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, CACHE: gl.constexpr, TMA: gl.constexpr,
@@ -375,9 +375,13 @@ def forward_kernel(
     v_ring = tile_ring(v_ptr.dtype.element_ty, STAGES, BLOCK_N, D)
     q_ready, k_ready, v_ready = tile_barriers(1), tile_barriers(STAGES1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
-    k_tiles = tile_descriptor(k_ptr, key_stop, D, UNIT, D)
-    v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    if HOST_TILES:
+        q_tiles = q_all, b, head % Hq
+        k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
+    else:
+        q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
+        k_tiles = tile_descriptor(k_ptr, key_stop, D, UNIT, D)
+        v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
     row_start, row_stop = visible_keys(

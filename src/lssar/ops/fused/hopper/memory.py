@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
@@ -57,17 +58,31 @@ def announce(tiles, barriers, stage, wanted):
 
     It may be called as soon as the stage's last tile has arrived: the new phase ends only when the new tile does.
     """
-    mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
+    if isinstance(tiles, tl.tuple):
+        mbarrier.expect(barriers.index(stage), tiles[0].block_type.nbytes, pred=wanted)
+    else:
+        mbarrier.expect(barriers.index(stage), tiles.block_type.nbytes, pred=wanted)
 
 
 @gluon.jit
 def load_tile(tiles, ring, barriers, row, stage, wanted):
-    tile_load(tiles, [row, 0], barriers.index(stage), ring.index(stage), pred=wanted)
+    """tiles: a descriptor of one head's rows (tile_descriptor), or one of all heads that the host made, with the batch
+    and the head: (descriptor, b, h)."""
+    if isinstance(tiles, tl.tuple):
+        ROWS: gl.constexpr = ring.shape[1]
+        D: gl.constexpr = ring.shape[2]
+        tile = ring.index(stage).reshape([1, 1, ROWS, D])
+        tile_load(tiles[0], [tiles[1], tiles[2], row, 0], barriers.index(stage), tile, pred=wanted)
+    else:
+        tile_load(tiles, [row, 0], barriers.index(stage), ring.index(stage), pred=wanted)
 
 
 @gluon.jit
 def announce_pair(a, b, barriers, stage, wanted):
-    bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
+    if isinstance(a, tl.tuple):
+        bytes: gl.constexpr = a[0].block_type.nbytes + b[0].block_type.nbytes
+    else:
+        bytes: gl.constexpr = a.block_type.nbytes + b.block_type.nbytes
     mbarrier.expect(barriers.index(stage), bytes, pred=wanted)
 
 

@@ -1,0 +1,64 @@
+"""Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
+
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE`: kernels are compiled for sm_90, and each launch is compared
+with the signature of its kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import triton
+
+from lssar.ops.fused import hopper, op, tiles
+from tests.ops import launch_without_card
+
+LAUNCHED: list[dict] = []
+
+
+def fits(kind: str, value) -> bool:
+    """Whether an argument is what the compiled kernel's signature says."""
+    if kind.startswith("tensordesc"):
+        return str(getattr(value, "block_shape", None)) in kind
+    if kind.startswith("*"):
+        return isinstance(value, torch.Tensor)
+    wanted = {"i": int, "f": float}.get(kind[0])
+    return kind == "constexpr" or (wanted is not None and isinstance(value, wanted))
+
+
+class Launcher:
+    """As launch_without_card.Launcher, with the signature."""
+
+    def __init__(self, source, metadata):
+        self.signature, self.name = dict(source.signature), metadata.name
+
+    def __call__(self, *arguments):
+        values = arguments[9:]
+        wrong = [name for (name, kind), value in zip(self.signature.items(), values) if not fits(kind, value)]
+        descriptors = sum(kind.startswith("tensordesc") for kind in self.signature.values())
+        missing = len(self.signature) - len(values)
+        LAUNCHED.append({"kernel": self.name, "wrong": wrong, "missing": missing, "descriptors": descriptors})
+
+
+class Driver(launch_without_card.Driver):
+    launcher_cls = Launcher
+
+
+def main(D: int) -> None:
+    triton.runtime.driver.set_active(Driver())
+    torch.cuda.current_device = lambda: 0
+    op.hopper_kernels = lambda d, part: hopper if d == 128 or part == "backward" else None
+    tiles.tile_for = lambda kernel, d, itemsize: tiles.HOPPER[tiles.key_of(kernel, d, itemsize)]
+    draw = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
+    options = (None, 15.0, None, True, None, None, None)
+    for do in (draw(2, 4, 64, D), draw(2, 4, 64, D), draw(1, 4, 64, D).expand(2, -1, -1, -1)):
+        o, rows = op.run_forward(q, k, v, *options)
+        op.run_backward(q, k, v, o, do, rows, *options)
+    print(json.dumps({"launched": LAUNCHED}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
