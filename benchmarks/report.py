@@ -102,17 +102,17 @@ def _attack_rows(result: dict) -> list[list[str]]:
     if "moves" in result:
         moved = ", ".join(sorted(move for move in result["moves"] if len({*move.split(" to ")}) == 2))
         outcome = (
-            f"{result['finished_runs']} finished; the others ended within {result['longest_end']:.1f} s, with a "
-            f"message; losses as in the uninterrupted run to {result['largest_difference']:.0e}; "
-            f"moved between processes: {moved}"
+            f"the other processes ended within {result['longest_end']:.1f} s, with a message; completed: "
+            f"{result['finished_runs']}, losses equal to {result['largest_difference']:.0e}; "
+            f"resumed on another number of processes: {moved}"
         )
         cases = f"{result['kills']} kills, {result['in_a_save']} during a save"
         return [["kill -9: one process of 1, 2 or 4, fsdp, float64", cases, outcome]]
-    whole = "{} finished, all equal to the uninterrupted one to the bit; nothing lost"
     rows = []
     for part in result["training"] + result["preparation"]:
-        name = f"training, {part['victim']}" if "victim" in part else f"data preparation, {part['workers']} worker(s)"
-        rows.append([f"kill -9: {name}", f"{part['kills']} kills", whole.format(part["finished_runs"])])
+        name = f"training, {part['victim']}" if "victim" in part else f"data preparation, workers: {part['workers']}"
+        outcome = f"lost: {part['lost']}; completed, equal to the bit: {part['finished_runs']}"
+        rows.append([f"kill -9: {name}", f"{part['kills']} kills", outcome])
     return rows
 
 
