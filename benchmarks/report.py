@@ -282,8 +282,8 @@ def compare_table(result: dict) -> str:
         shape = f"{row['batch']} x {row['heads']} x {row['length']:,} x {row['head_size']}"
         shape += f", window {row['window']}" if row.get("window") else ""
         peer = _peer(row, result["rows"])
-        if "both_ms" in row and peer:
-            ratio = "" if peer is row else f" ({row['both_ms'] / peer['both_ms']:.2f}x)"
+        if "both_ms" in row:
+            ratio = "" if peer in (None, row) else f" ({row['both_ms'] / peer['both_ms']:.2f}x)"
             cell = f"{_shown(row['forward_ms'])} / {_shown(row['both_ms'])}{ratio}"
         else:
             cell = _obstacle(row)

@@ -185,8 +185,35 @@ def speed_statements() -> list[Statement]:
     return [Statement("README.md", text, {**speeds, **steps, **cache})]
 
 
+def cpu_statements() -> list[Statement]:
+    """What docs say of windows and of a prefill on a CPU."""
+    rows = json.loads((ROOT / "benchmarks/results/cpu-window.json").read_text())["rows"]
+    length = rows[0]["length"]
+    full = {row["contestant"]: row["both_ms"] for row in rows if row["window"] == length}
+    pairs = {w: (w * length - w * (w - 1) / 2) / (length * (length + 1) / 2) for w in (128, 512, 2048)}
+    cost = {
+        w: max(row["both_ms"] / full[row["contestant"]] for row in rows if row["window"] == w) / share
+        for w, share in pairs.items()
+    }
+    (prefill,) = json.loads((ROOT / "benchmarks/results/cpu-prefill.json").read_text())["prefill"]
+    return [
+        Statement(
+            "docs/cpu.md",
+            "a pair of row and key takes as long at W = 2,048, {at_512} at 512, and {at_128} at 128",
+            {"at_512": f"{cost[512]:.1f}x", "at_128": f"{cost[128]:.1f}x"},
+            abs(cost[2048] - 1) < 0.1,
+        ),
+        Statement(
+            "docs/long-reader.md",
+            "takes {seconds} s for 32,768 tokens in chunks of 8,192, and {memory} MiB beside its weights",
+            {"seconds": f"{prefill['seconds']:.1f}", "memory": f"{prefill['peak_mib']:.0f}"},
+            prefill["length"] == 32_768 and prefill["chunk"] == 8_192,
+        ),
+    ]
+
+
 def all_statements() -> list[Statement]:
-    return [*speed_statements(), *mixed_statements(), *uniform_statements(), *released_statements()]
+    return [*cpu_statements(), *speed_statements(), *mixed_statements(), *uniform_statements(), *released_statements()]
 
 
 def filled(text: str, page: str, statements: list[Statement]) -> tuple[str, list[str]]:
