@@ -5,30 +5,26 @@ training length; `larger-downstream`: the same models on zero-shot benchmarks. `
 tables on more tokens; a budget of 1 is that of the tables, so its arms are shared with them.
 """
 
-from lssar.experiments.arms import Experiment, Row, ScaleName
-from lssar.experiments.evaluations import Benchmarks, Evaluation, Length, Retrieval
+from typing import Any
 
-SHARP = "3:0.3,7:0.55,15:0.8,31"
-"""The power schedule whose LSSAR finds the most needles in the experiment `mixed`."""
-ANNEALED = "3:0.4,7:0.7,15"
-ON_GPU: tuple[ScaleName, ...] = ("h200",)
+from lssar.experiments.arms import Experiment, Row
+from lssar.experiments.evaluations import Benchmarks, Length, Retrieval
+from lssar.experiments.mixed import ANNEALED, MIXED, SHARP
 
-MODELS = (
+Model = tuple[str, str, str, str | None]
+"""Label, mechanism, layout and power schedule."""
+
+LARGE: tuple[Model, ...] = (
     ("uniform softmax", "softmax", "uniform", None),
-    ("mixed, cosine softmax", "cosine_softmax", "mixed@{window}", None),
-    ("mixed, LSSAR annealed to 31", "lssar", "mixed@{window}", SHARP),
+    ("mixed, cosine softmax", "cosine_softmax", MIXED, None),
+    ("mixed, LSSAR annealed to 31", "lssar", MIXED, SHARP),
 )
 FAR_BACK = tuple(Retrieval(task=task, multiples=(1, 16, 64), questions=40) for task in ("passkey", "needles", "recall"))
 
 
-def _large(evaluation: Evaluation, also: tuple[Evaluation, ...] = ()) -> tuple[Row, ...]:
-    return tuple(
-        Row(
-            label=label, attention=attention, layout=layout, p_schedule=schedule, setting="large", scales=ON_GPU,
-            evaluation=evaluation, also=also,
-        )
-        for label, attention, layout, schedule in MODELS
-    )  # fmt: skip
+def _row(model: Model, **others: Any) -> Row:
+    label, attention, layout, schedule = model
+    return Row(label=label, attention=attention, layout=layout, p_schedule=schedule, scales=("h200",), **others)
 
 
 LARGER = Experiment(
@@ -38,7 +34,7 @@ LARGER = Experiment(
     draw="far",
     page="results-mixed",
     at=(1, 4, 16, 64),
-    rows=_large(Length(to=64), FAR_BACK),
+    rows=tuple(_row(model, setting="large", evaluation=Length(to=64), also=FAR_BACK) for model in LARGE),
 )
 LARGER_DOWNSTREAM = Experiment(
     name="larger-downstream",
@@ -46,11 +42,17 @@ LARGER_DOWNSTREAM = Experiment(
     question="Do common zero-shot benchmarks tell the layouts apart?",
     draw="accuracy",
     page="results-mixed",
-    rows=_large(Benchmarks()),
+    rows=tuple(_row(model, setting="large", evaluation=Benchmarks()) for model in LARGE),
 )
 
 BUDGETS = (1, 2, 4, 8)
 SOFTMAX, FIXED, RAISED = "softmax", "LSSAR, p = 15", "LSSAR annealed"
+SMALL: tuple[Model, ...] = (
+    (SOFTMAX, "softmax", "uniform", None),
+    (FIXED, "lssar", "uniform", None),
+    (RAISED, "lssar", "uniform", ANNEALED),
+    ("mixed, LSSAR annealed", "lssar", MIXED, ANNEALED),
+)
 
 
 def budget_label(label: str, budget: int) -> str:
@@ -64,16 +66,8 @@ BUDGET = Experiment(
     page="results-mixed",
     at=(1, 4, 16, 64),
     rows=tuple(
-        Row(
-            label=budget_label(label, budget), attention=attention, layout=layout, p_schedule=schedule, budget=budget,
-            evaluation=Length(to=64), rank=rank, scales=ON_GPU,
-        )
+        _row((budget_label(model[0], budget), *model[1:]), budget=budget, rank=rank, evaluation=Length(to=64))
         for rank, budget in enumerate(BUDGETS)
-        for label, attention, layout, schedule in (
-            (SOFTMAX, "softmax", "uniform", None),
-            (FIXED, "lssar", "uniform", None),
-            (RAISED, "lssar", "uniform", ANNEALED),
-            ("mixed, LSSAR annealed", "lssar", "mixed@{window}", ANNEALED),
-        )
+        for model in SMALL
     ),
-)  # fmt: skip
+)

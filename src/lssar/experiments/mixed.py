@@ -21,7 +21,7 @@ DECIDING, EXPLAINING = 100, 40
 """Questions at each length, for rows that decide a claim and for rows that explain one. From 256 times the training
 length on a seed is asked a third of the passkeys (`evaluations.POOLED_FROM`)."""
 
-ANNEALED = "3:0.4,7:0.7,15"
+ANNEALED, SHARP = "3:0.4,7:0.7,15", "3:0.3,7:0.55,15:0.8,31"
 MIXED = "mixed@{window}"
 ON_CPU: tuple[ScaleName, ...] = ("smoke", "laptop")
 
@@ -60,10 +60,7 @@ EXPERIMENT = Experiment(
         _row("uniform softmax, twice the tokens", "softmax", "uniform", budget=2, seeds=3, rank=2),
         # Other mechanisms in the global layers, and a power that is high from the start.
         _row("mixed, LSSAR, p = 15 fixed", "lssar", seeds=3, questions=EXPLAINING, rank=0),
-        _row(
-            "mixed, LSSAR annealed to 31", "lssar", p_schedule="3:0.3,7:0.55,15:0.8,31", seeds=3, questions=EXPLAINING,
-            rank=1,
-        ),
+        _row("mixed, LSSAR annealed to 31", "lssar", p_schedule=SHARP, seeds=3, questions=EXPLAINING, rank=1),
         _row("mixed, softmax", "softmax"),
         _row("mixed, LSSA", "lssa"),
         # Without the layout.
