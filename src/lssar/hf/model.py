@@ -94,7 +94,8 @@ class LssarForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.gpt.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # type: ignore[arg-type]
+        cache: Any = past_key_values  # transformers' own annotations of it differ between versions
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def _positions(
