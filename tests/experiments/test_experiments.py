@@ -91,12 +91,20 @@ def test_dry_run_is_printed_and_runs_nothing(tmp_path, capsys, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
+def test_fewer_seeds_of_every_row(capsys):
+    main(["reproduce", "mixed", "--scale", "laptop", "--seeds", "1", "--dry-run"])
+    said = capsys.readouterr().out
+    assert said.count("parameters") == len(EXPERIMENTS["mixed"].rows_at(SCALES["laptop"]))
+    assert "-seed0-" in said and "-seed1-" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
         (("table9",), "unknown experiment 'table9'; known: mixed"),
         (("table1", "--scale", "h200"), "lssar data prepare"),
         (("table1", "--workers", "0"), "--workers must be at least 1"),
+        (("table1", "--seeds", "0"), "--seeds must be at least 1"),
         (("downstream", "--bench", "nowhere"), "say with --bench FOLDER"),
     ],
     ids=str,

@@ -37,6 +37,8 @@ class Reproduce:
     books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
     """Another number of training tokens for every arm."""
+    seeds: int | None = None
+    """Train at most this many seeds of each row now; without it, as many as the row declares."""
     data: Path | None = None
     """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
     bench: Path | None = None
@@ -71,7 +73,10 @@ class Reproduce:
                 say(f"without {experiment.name}: {missing}")
                 continue
             wanted.append(experiment)
-        arms = arms_of(wanted, scale, EXPERIMENTS.values())
+        if self.seeds is not None and self.seeds < 1:
+            raise UsageError(f"--seeds must be at least 1; got {self.seeds}")
+        now = replace(scale, most_seeds=min(self.seeds or scale.most_seeds, scale.most_seeds))
+        arms = arms_of(wanted, now, EXPERIMENTS.values())
         if self.dry_run:
             from lssar.experiments.dry_run import describe
 

@@ -81,10 +81,14 @@ EXPERIMENT = Experiment(
         _row("mixed, LSSAR, continuous 3 to 15", "lssar", p_schedule="3..15:0.8"),
         _row("mixed, LSSAR annealed to 9", "lssar", p_schedule="3:0.4,5:0.7,9"),
         _row("mixed, LSSAR annealed to 63", "lssar", p_schedule="3:0.25,7:0.45,15:0.65,31:0.85,63"),
-        # A learned gain for each head; and another threshold than 1, on a CPU only: the fused kernels subtract 1, and
-        # at 262,144 tokens nothing else is fast enough.
+        # A learned gain for each head; and thresholds other than 1, on a CPU only: the fused kernels subtract 1, and at
+        # 262,144 tokens nothing else is fast enough.
         _row("mixed, LSSAR annealed, learned gain", "lssar,head_scale=1", p_schedule=ANNEALED),
         _row("mixed, cosine softmax, learned gain", "cosine_softmax,head_scale=1", rank=2),
         _row("mixed, LSSAR annealed, threshold 0.5", "lssar,threshold=0.5", p_schedule=ANNEALED, scales=ON_CPU),
+        _row(
+            "mixed, LSSAR annealed, learned threshold", "lssar,learned_threshold=true", p_schedule=ANNEALED,
+            scales=ON_CPU,
+        ),
     ),
 )  # fmt: skip
