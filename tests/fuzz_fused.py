@@ -225,31 +225,34 @@ def _paged(x: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
 
 
 def run_hidden(case: Case) -> list[str]:
-    """An infinity or NaN in q, k or v reaches no row that does not see it."""
-    q, k, v, do = tensors(case)
+    """An infinity or NaN in q, k, v or dO reaches no row that does not see it, and no key that such a row does not."""
+    x = dict(zip(("q", "k", "v", "dO"), tensors(case)))
     r = random.Random(case.seed + 3)
-    at, which, bad = r.randrange(case.keys), r.randrange(3), r.choice((torch.inf, -torch.inf, torch.nan))
+    at, which, bad = r.randrange(case.keys), r.choice(tuple(x)), r.choice((torch.inf, -torch.inf, torch.nan))
     call = lambda *x: fused.fused_attention(*x, p=case.p, causal=True)  # noqa: E731
-    clean = with_gradients(call, (q, k, v), do)
-    dirty = [x.clone() for x in (q, k, v)]
-    dirty[which][0, 0, at, r.randrange(case.head_size)] = bad
-    got = with_gradients(call, dirty, do)
+    clean = with_gradients(call, (x["q"], x["k"], x["v"]), x["dO"])
+    x[which] = x[which].clone()
+    x[which][0, 0, at, r.randrange(case.head_size)] = bad
+    got = with_gradients(call, (x["q"], x["k"], x["v"]), x["dO"])
     problems = []
+    place = f"the {bad} at {at} of {which}"
     rows = torch.arange(case.keys, device=DEVICE)
-    unseen = rows != at if which == 0 else rows < at
-    for name, a, b in zip(("o", "dq"), got, clean):
-        a, b = a[0, : case.group], b[0, : case.group]
-        # Rows that see the infinity do not count for whether their block is steep: others may take the shorter forms.
-        near = (1e-2 if name == "o" else 4e-2) * size(b)
-        if not torch.allclose(a[:, unseen].double(), b[:, unseen].double(), rtol=1e-2, atol=near):
-            problems.append(f"{name} of rows that do not see the {bad} at {at} of {'qkv'[which]} changes")
-    seen = got[0][0, : 1 if which == 0 else case.group][:, ~unseen]
-    if seen.isfinite().all(-1).any():
-        problems.append(f"a row that sees the {bad} at {at} of {'qkv'[which]} is finite")
-    for name, a, b in zip(("o", "dq", "dk", "dv"), got, clean):
+    everywhere, own_row = torch.ones_like(rows, dtype=torch.bool), which in ("q", "dO")
+    unseen = rows != at if own_row else rows < at
+    untouched = rows > at if own_row else ~everywhere  # keys that no row which sees it also sees
+    kept = (everywhere if which == "dO" else unseen, unseen, untouched, untouched)
+    for name, a, b, keep in zip(("o", "dq", "dk", "dv"), got, clean, kept):
         per_head = a.shape[1] // case.key_heads
+        # Rows that see the infinity do not count for whether their block is steep: others may take the shorter forms.
+        near = (1e-2 if name == "o" else 4e-2) * size(b[0, :per_head])
+        close = torch.isclose(a[0, :per_head].double(), b[0, :per_head].double(), rtol=1e-2, atol=near)
+        if not close[:, keep].all():
+            problems.append(f"{name} changes where {place} is not seen")
         if not torch.equal(a[1:], b[1:]) or not torch.equal(a[:1, per_head:], b[:1, per_head:]):
             problems.append(f"{name} of another batch row or head changes")
+    lost = got[1 if which == "dO" else 0][0, : 1 if own_row else case.group][:, ~unseen]
+    if lost.isfinite().all(-1).any():
+        problems.append(f"a row that sees {place} is finite")
     return problems
 
 

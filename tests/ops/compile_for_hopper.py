@@ -73,7 +73,8 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
             attributes[(i,)] = [["tt.divisibility", 16]]
     source_of = GluonASTSource if "hopper" in module else ASTSource
     source = source_of(kernel, signature=signature, constexprs=values, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": True}  # as launch.start_kernel
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     products = made.asm["ptx"].count("wgmma.mma_async")
     ttgir = made.asm["ttgir"]
     found = {

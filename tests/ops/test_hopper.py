@@ -5,15 +5,20 @@ What they compute is tested by test_fused.py and test_activations.py: on a GPU, 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 
 import pytest
+import torch
 
+import lssar
 from tests.ops.compile_for_hopper import compile_kernel, overwritten
 
 pytest.importorskip("triton")
 from lssar.ops.fused.loss import BLOCK, WARPS
-from lssar.ops.fused.tiles import HOPPER, Tile
+from lssar.ops.fused.tiles import HOPPER, WINDOW_KINDS, WINDOW_PARTS, Tile
+from lssar.ops.fused.window_op import _mechanism
 
 SEEN = {"CAUSAL": True, "WINDOWED": True, "PACKED": True, "HAS_LENGTHS": True}
 MULTIPROCESSOR = 228 * 1024
@@ -27,6 +32,7 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
         "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
+        "REPAIR": "repair" in mechanism, "SHORT": True,
     }  # fmt: skip
     types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     return compile_kernel(module, kernel, constants, cache, **types)
@@ -43,8 +49,27 @@ def compile_activation(kernel, D, activation, p, tile, cache):
     return compile_kernel("lssar.ops.fused.activations", kernel, constants, cache)
 
 
+WINDOW_SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "softplus": "lssar"}
+
+
+def compile_window(part, kind, D, tile, cache):
+    """A windowed kernel as a model's layers run it: causal, bfloat16, without padding."""
+    spec = lssar.spec(WINDOW_SPECS[kind])
+    constants = {
+        **_mechanism(spec.literal, spec.p, D, torch.bfloat16), **SEEN, "PACKED": False, "HAS_LENGTHS": False,
+        "GAIN": False, "FIXED": kind == "cosine", "GROUP": 1, "WIDE": False, "TMA": tile.tma, "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n, "STAGES": tile.stages, "warps": tile.warps,
+    }  # fmt: skip
+    module = "window" if part == "forward" else "window_backward"
+    types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
+    return compile_kernel(f"lssar.ops.fused.{module}", f"{part}_kernel", constants, cache, **types)
+
+
 def compile_from_table(kernel, D, tile, cache):
-    """By its name in the table, LSSAR's or an activation's."""
+    """By its name in the table: LSSAR's, a windowed one or an activation's."""
+    for part, kind in itertools.product(WINDOW_PARTS, WINDOW_KINDS):
+        if kernel.removesuffix("_long") == f"window_{part}_{kind}":
+            return compile_window(part, kind, D, tile, cache)
     name = kernel.removeprefix("activation_") + "_kernel"
     if name != f"{kernel}_kernel":
         return compile_activation(name, D, "sigmoid", 0, tile, cache)
@@ -81,12 +106,29 @@ def of_the_table(activation, more, in_ci):
     return [pytest.param(*each, marks=() if each in in_ci else pytest.mark.slow) for each in values]
 
 
-@pytest.mark.parametrize(("kernel", "D"), of_the_table(False, [()], in_ci=[("query_gradient", 64)]))
+IN_CI = [
+    ("query_gradient", 64), ("window_forward_softmax", 64), ("window_query_gradient_softmax", 64),
+    ("window_key_gradient_cosine", 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "D"), of_the_table(False, [()], in_ci=IN_CI))
 def test_triton(kernel, D, tmp_path):
     """What runs on Hopper at other head sizes and without Gluon, with its own tiles and the branches of steep rows."""
     made = compile_from_table(kernel, D, HOPPER[kernel, D, 2], tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0 and not made["overwritten"]
+
+
+@pytest.mark.parametrize(
+    "D", [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
+)
+def test_repair_of_gradients(D, tmp_path):
+    """Runs after the dk, dv kernel, by pointers: without descriptors, whatever the tile of the table says."""
+    tile = dataclasses.replace(HOPPER["key_gradient", D, 2], tma=False)
+    made = compile_lssar("lssar.ops.fused.backward", "key_gradient_kernel", D, "lssar, repair", tile, tmp_path)
+    assert made["shared"] <= MULTIPROCESSOR - 1024
+    assert not made["overwritten"]
 
 
 @pytest.mark.parametrize(

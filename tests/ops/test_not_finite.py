@@ -80,6 +80,38 @@ def test_only_rows_that_see_it(name, dtype, which, bad, view):
     assert dk[0, 0, ~reached].isfinite().all() and dv[0, 0, ~reached].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "bad", "view"),
+    [
+        ("lssar", torch.bfloat16, torch.nan, {}),
+        ("lssar", torch.bfloat16, torch.inf, {"cu_seqlens": torch.tensor([0, 7, 30, LENGTH])}),
+        ("lssar", torch.float32, -torch.inf, {"window": 5}),
+        ("lssar p=2.5", torch.float16, torch.inf, {}),
+        ("lssa", torch.bfloat16, torch.inf, {"window": 5}),
+        ("lssa", torch.float32, torch.nan, {}),
+        ("softmax", torch.bfloat16, torch.nan, {}),
+    ],
+    ids=str,
+)
+def test_a_gradient_of_the_output_that_is_not_finite(name, dtype, bad, view):
+    """Its row has no dq, and the other gradients are those without that row, or NaN at keys that the row sees."""
+    view = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in view.items()}
+    x, do = inputs(dtype)
+    call = lambda *x: CALLS[name](*x, **view)  # noqa: E731
+    do[0, 0, KEY] = 0
+    want = with_gradients(call, x, do)
+    do[0, 0, KEY, 3] = bad
+    got = with_gradients(call, x, do)
+    assert not got[1][0, 0, KEY].isfinite().any()
+    others = torch.arange(LENGTH) != KEY
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1][0, 0, others], want[1][0, 0, others]) and torch.equal(got[1][0, 1], want[1][0, 1])
+    near = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}  # tiles of another shape add in another order
+    kept = slice(KEY + 1, None) if name == "softmax" else slice(None)
+    for a, b in zip(got[2:], want[2:]):
+        torch.testing.assert_close(a[:, :, kept] / b.std(), b[:, :, kept] / b.std(), **near)
+
+
 def test_decode_of_several_rows():
     """The last key is hidden from all rows but the last."""
     (q, k, v), _ = inputs(torch.float32)

@@ -22,6 +22,7 @@ from lssar.ops.fused.gradients import (
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
+    NEXT,
     dot,
     exact_unit_rows,
     head_and_block,
@@ -29,6 +30,7 @@ from lssar.ops.fused.primitives import (
     keys_of_rows,
     lane_sum,
     load_tile,
+    not_finite,
     read_tile,
     rows_of_keys,
     saturate,
@@ -36,8 +38,9 @@ from lssar.ops.fused.primitives import (
     tile_source,
     unit_rows_backward,
     visible_keys,
+    without_broken_rows,
 )
-from lssar.ops.fused.steep import all_steep
+from lssar.ops.fused.steep import TANH_SCALE, all_steep, long_line
 
 
 @triton.jit
@@ -179,14 +182,19 @@ def _key_sums(
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, REPAIR: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Over rows lo..hi: dk [N, D] += ds^T q, dv [N, D] += P^T dO."""
+    """Over rows lo..hi: dk [N, D] += ds^T q, dv [N, D] += P^T dO.
+
+    REPAIR: without rows whose dO is not finite. SHORT: as in store_row_values of the kernel that stored the rows.
+    """
     offsets = tl.arange(0, M)
     keys = first_key + tl.arange(0, N)
     for start in tl.range(lo, hi, M, num_stages=STAGES):
         q = read_tile(q_ptr, start, Lq, D, offsets, columns, D, TMA)  # [M, D]
         do = read_tile(do_ptr, start, Lq, do_stride, offsets, columns, D, TMA)  # [M, D]
+        if REPAIR:
+            do, broken = without_broken_rows(do)
         x = dot(q, k_t, PRECISION=DOT)  # [M, N]
         rows = start + offsets  # the values of rows past the last are zeros
         slope = tl.load(rows_ptr + rows)  # [M]
@@ -195,6 +203,11 @@ def _key_sums(
         offset = tl.load(rows_ptr + 3 * row_plane + rows)
         mean = tl.load(rows_ptr + 4 * row_plane + rows)
         row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
+        if REPAIR and SHORT and NEXT:
+            if_steep = tl.load(rows_ptr + 6 * row_plane + rows) > 0
+            long_slope, long_intercept = long_line(slope, intercept)
+            slope, intercept = tl.where(if_steep, long_slope, slope), tl.where(if_steep, long_intercept, intercept)
+            row_factor = tl.where(if_steep, row_factor / TANH_SCALE, row_factor)
         if EXACT_QUERIES:
             x = x * row_factor[:, None] * key_scale[None, :]
         masked = (start < full_lo) | (start + M > full_hi)
@@ -211,11 +224,15 @@ def _key_sums(
             weight = weight * row_factor[:, None]
         if masked:  # in a flat row hidden keys have the weight of all others
             weight = tl.where(x > HIDDEN, weight, 0.0)
+        if REPAIR:
+            weight = tl.where((broken == 0)[:, None], weight, 0.0)
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
         dp = dot(do, v_t, PRECISION=DOT)  # [M, N], late, to save registers
         ds = score_gradient(dp * factor[:, None] - offset[:, None], y, mean[:, None], sigma, REWEIGHT)
         if masked:  # v may not be finite
             ds = tl.where(x > HIDDEN, ds, 0.0)
+        if REPAIR:
+            ds = tl.where((broken == 0)[:, None], ds, 0.0)
         if q.dtype == tl.float16:
             ds = saturate(ds, tl.float16)
         dk = dot(tl.trans(ds.to(q.dtype)), q, dk, PRECISION=DOT)
@@ -233,10 +250,15 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
     CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    REPAIR: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
 
     q: unit queries times their score scale, or, with EXACT_QUERIES, the exact_q of query_gradient_kernel.
+
+    REPAIR: after this kernel, or the one in Gluon, has run. A dO that is not finite makes dv NaN for all keys of a
+    tile, since 0 * inf is NaN. Blocks that this has reached are computed again, without such rows; other blocks end
+    after one look at their dv. SHORT: see _key_sums.
     """
     blocks = tl.cdiv(Lk, BLOCK_N)
     head_kv, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
@@ -252,6 +274,10 @@ def key_gradient_kernel(
 
     offsets = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
+    if REPAIR:
+        written = load_tile(dv_ptr, first_key, Lk, dv_stride_l, offsets, columns, D, True)
+        if not_finite(tl.sum(written.to(tl.float32))) == 0:
+            return
     key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
         first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
         CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
@@ -280,7 +306,7 @@ def key_gradient_kernel(
             row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
             first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
             D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT,
-            EXACT_QUERIES, STEEP, TMA, STAGES,
+            EXACT_QUERIES, STEEP, TMA, STAGES, REPAIR, SHORT,
         )  # fmt: skip
     raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
     dk = unit_rows_backward(dk, raw_k.to(tl.float32))

@@ -25,10 +25,13 @@ LAUNCH_CACHE: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def start_kernel(
     kernel: Any, programs: int | tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any]
 ) -> None:
-    """kernel[programs](*arguments, **constants); constants include Triton's own options, such as num_warps."""
+    """kernel[programs](*arguments, **constants); constants include Triton's own options, such as num_warps.
+
+    Products and sums are contracted to fused multiply-adds, whatever the default of the installed Triton is.
+    """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]
     if not CACHE_LAUNCHES or not isinstance(kernel, JITFunction):  # the interpreter's kernels are of another class
-        kernel[grid](*arguments, **constants)
+        kernel[grid](*arguments, **constants, enable_fp_fusion=True)
         return
     # Triton specialises on dtypes, on pointers and integers divisible by 16, on integers equal to 1 and on their width.
     key = (
@@ -47,7 +50,7 @@ def start_kernel(
         compiled, rest = known
         compiled[grid](*arguments, *rest)
         return
-    compiled = kernel[grid](*arguments, **constants)
+    compiled = kernel[grid](*arguments, **constants, enable_fp_fusion=True)
     if len(LAUNCH_CACHE) >= LAUNCH_CACHE_SIZE:
         LAUNCH_CACHE.clear()
     LAUNCH_CACHE[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])

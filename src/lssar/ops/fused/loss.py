@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lssar.ops import loss
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
+from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.primitives import HIDDEN, LN2, LOG2E
 from lssar.ops.fused.tiles import power_of_two
 
@@ -89,10 +90,8 @@ def _loss(logits: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Ten
     losses, norms = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     if rows:
         logits = _by_row(logits)
-        loss_kernel[(rows,)](
-            logits, targets.contiguous(), losses, norms, logits.stride(0), width, vocab_size, BLOCK=_block(width),
-            num_warps=WARPS,
-        )  # fmt: skip
+        arguments = logits, targets.contiguous(), losses, norms, logits.stride(0), width, vocab_size
+        start_kernel(loss_kernel, rows, arguments, {"BLOCK": _block(width), "num_warps": WARPS})
     return losses, norms
 
 
@@ -101,10 +100,11 @@ def _gradient(gradient: Tensor, logits: Tensor, targets: Tensor, norms: Tensor, 
     d_logits = logits.new_empty(logits.shape)
     if rows:
         logits = _by_row(logits)
-        loss_gradient_kernel[(rows,)](
+        arguments = (
             gradient.contiguous(), logits, targets.contiguous(), norms, d_logits, logits.stride(0), d_logits.stride(0),
-            width, vocab_size, BLOCK=_block(width), num_warps=WARPS,
+            width, vocab_size,
         )  # fmt: skip
+        start_kernel(loss_gradient_kernel, rows, arguments, {"BLOCK": _block(width), "num_warps": WARPS})
     return d_logits
 
 

@@ -264,16 +264,26 @@ def _key_gradient(
         *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
         passed.rows.stride(1), passed.rows.stride(0), call.exponent, call.Hq, call.Hkv, *call.visibility,
     )  # fmt: skip
+    gluon = name.endswith("_hopper")
+    in_triton = {"REPAIR": False, "SHORT": gluon}
+
+    def programs(tile):
+        return ceil_div(call.Lk, tile.n) * call.B * call.Hkv
 
     def run(tile, tile_constants):
-        if switches.NEXT_KERNELS and name.endswith("_hopper") and passed.block_rows % tile.m:
+        if switches.NEXT_KERNELS and gluon and passed.block_rows % tile.m:
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
-        programs = ceil_div(call.Lk, tile.n) * call.B * call.Hkv
         tiles, kind = _tile_arguments(name, call, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
-        start_kernel(kernel, programs, (*arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
+        kind = kind if gluon else in_triton
+        start_kernel(kernel, programs(tile), (*arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
+
+    def repair(tile, tile_constants):
+        kind = in_triton | {"REPAIR": True, "STEEP": False}
+        start_kernel(triton_backward.key_gradient_kernel, programs(tile), arguments, constants | kind | tile_constants)
 
     launch(name, call.D, call.itemsize, aligned, run)
+    launch("key_gradient", call.D, call.itemsize, False, repair)
     return dk, dv
 
 

@@ -114,6 +114,13 @@ def short_line(slope, intercept):
 
 
 @triton.jit
+def long_line(slope, intercept):
+    """The inverse of short_line."""
+    slope *= TANH_SCALE / 2.0
+    return slope, intercept - slope * (2.0 * TAIL_0)
+
+
+@triton.jit
 def short_root(z, slope, intercept):
     """weight_root and tanh z for steep rows; slope and intercept of short_line. Hidden keys have a root of 0.
 
