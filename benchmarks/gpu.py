@@ -52,6 +52,7 @@ PARTS = "benchmarks/fused_lab.py parts 64x256x1024 64x128x2048 128x128x2048 64x1
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
 JOBS = (
+    tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
     tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
     Job("parts", PARTS, 60),
     Job("parts-next", PARTS, 60, NEXT),

@@ -35,19 +35,21 @@ def mean_and_deviation(values: list[float]) -> dict[str, Any]:
 
 
 def collect(experiment: Experiment, scale: Scale, arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The table of an experiment: a line for each row and evaluation with a finished arm, and the missing arms."""
+    """The table of an experiment: a line for each row and evaluation with a finished arm, and what is missing."""
     lines: list[dict[str, Any]] = []
     missing: list[str] = []
     for row in experiment.rows_at(scale):
         keys = [scale.arm(row, seed).key for seed in range(min(row.seeds, scale.most_seeds))]
-        missing += [key for key in keys if key not in arms]
+        if absent := [str(seed) for seed, key in enumerate(keys) if key not in arms]:
+            missing.append(row.label + (f" (seed {', '.join(absent)})" if len(keys) > 1 else ""))
         finished = [arms[key] for key in keys if key in arms]
         there = [_with_nulls(arm, row, scale) if "diverged" in arm else arm for arm in finished]
         for evaluation in row.evaluations:
             done = [arm for arm in there if evaluation.key in arm["evaluations"]]
             if done:
                 lines.append(_line(experiment, scale, row, evaluation, done))
-            missing += [f"{arm['arm']} ({evaluation.key})" for arm in there if arm not in done]
+            seeds = [arm["recipe"]["seed"] for arm in there if arm not in done]
+            missing += [f"{row.label} ({evaluation.key} of seed {seed})" for seed in seeds]
     used = [arms[key] for line in lines for key in line["arms"]]
     about = {"experiment": experiment.name, "title": experiment.title, "question": experiment.question}
     return plain(

@@ -162,7 +162,7 @@ def section(table: dict[str, Any], picture: str | None) -> str:
     if picture is not None and parts:
         text += f"\n![{table['title']}]({picture})\n"
     if table["missing"]:
-        missing = ", ".join(f"`{key}`" for key in table["missing"])
+        missing = "; ".join(table["missing"])
         text += f"\nNot finished yet: {missing}.\n" if parts else "\nNot evaluated yet.\n"
     if table["machines"]:
         text += "\n" + ". ".join(table["machines"]) + f". Command: `{table['command']}`.\n"
