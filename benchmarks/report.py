@@ -80,9 +80,11 @@ def fuzz_table(results: list[dict]) -> str:
     """Counts of the fuzzers of `lssar.attention` and of the fused kernels."""
     rows = []
     for r in results:
-        first = f"seed {r['seed']}, from {r['first']:,}" if "seed" in r else f"from {r['first']:,}"
-        rows.append([_machine(r["environment"]), first, f"{r['cases']:,}", str(len(r["failures"]))])
-    return markdown_table(["machine", "cases drawn", "run", "failures"], rows)
+        of_cpu, on_gpu = "seed" in r, "gpu" in r["environment"]
+        what = "reference and tiled" if of_cpu else "fused" if on_gpu else "fused, small cases in Triton's interpreter"
+        first = f"seed {r['seed']}, from {r['first']:,}" if of_cpu else f"from {r['first']:,}"
+        rows.append([what, _machine(r["environment"]), first, f"{r['cases']:,}", str(len(r["failures"]))])
+    return markdown_table(["implementation", "machine", "cases drawn", "run", "failures"], rows)
 
 
 def attack_table(*results: dict) -> str:

@@ -36,6 +36,14 @@ static float inverse_norm(const float *x, int64_t size)
     return square == 0 ? 0 : inverse >= FLT_MIN && inverse <= FLT_MAX ? (float)inverse : NAN;
 }
 
+/* The same with squares in float32 where these are far from the ends of its range. A decoding step takes the norm of
+   every key again, and in double that would take longer than the scores. */
+static float quick_inverse_norm(const float *x, int64_t size)
+{
+    float square = dot_rows(x, x, size);
+    return square > 1e-30f && square < 1e30f ? 1 / sqrtf(square) : inverse_norm(x, size);
+}
+
 static void inverse_norms(const float *rows, int64_t count, int64_t size, float *inverse)
 {
     for (int64_t r = 0; r < count; r++)

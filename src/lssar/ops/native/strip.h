@@ -180,7 +180,7 @@ static void multiply_few_rows(const struct strip *S, int64_t b)
     int count = (int)min64(BLOCK_KEYS, P->keys - first);
     for (int j = 0; j < count; j++) {
         const float *k = S->space->k_head + (first + j) * size;
-        float inverse = P->normalize ? inverse_norm(k, size) : 1;
+        float inverse = P->normalize ? quick_inverse_norm(k, size) : 1;
         for (int r = 0; r < S->rows; r++)
             block_row(S, S->space->a, b, r)[j] = dot_rows(S->space->q + r * size, k, size) * inverse;
     }
