@@ -277,16 +277,16 @@ def _obstacle(row: dict) -> str:
 
 
 def compare_table(result: dict) -> str:
-    """A row for each shape and a column for each contestant: milliseconds forward and both, with the ratio of both."""
+    """A row for each shape and a column for each contestant: milliseconds (forward, both) and the ratio of the last."""
     names = list(dict.fromkeys(row["contestant"] for row in result["rows"]))
     lines: dict[str, dict[str, str]] = {}
     for row in result["rows"]:
         shape = f"{row['batch']} x {row['heads']} x {row['length']:,} x {row['head_size']}"
         shape += f", window {row['window']}" if row.get("window") else ""
         peer = _peer(row, result["rows"])
-        if "both_ms" in row:
-            ratio = "" if peer in (None, row) else f" ({row['both_ms'] / peer['both_ms']:.2f}x)"
-            cell = f"{_shown(row['forward_ms'])} / {_shown(row['both_ms'])}{ratio}"
+        if modes := [mode for mode in ("forward_ms", "both_ms") if mode in row]:
+            ratio = "" if peer in (None, row) else f" ({row[modes[-1]] / peer[modes[-1]]:.2f}x)"
+            cell = " / ".join(_shown(row[mode]) for mode in modes) + ratio
         else:
             cell = _obstacle(row)
         lines.setdefault(shape, {})[row["contestant"]] = cell
