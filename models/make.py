@@ -48,6 +48,10 @@ class Release:
     samples: int
     pieces: int
 
+    @property
+    def command(self) -> str:
+        return " ".join(("lssar train", *self.train))
+
 
 TINY_DATA = (
     "The source of Python's standard library (16 MB of bytes, a tenth of the files held out; PSF License), and in 30% "
@@ -66,7 +70,8 @@ CONTROL_CANNOT = (
 TINY = {"tasks": ("passkey", "needles"), "multiples": (1, 4, 16, 64, 512), "samples": 8, "pieces": 16}
 RELEASES = (
     Release(
-        "tiny-long", ("long-tiny",), "a long reader of 0.8M parameters, on bytes", TINY_DATA, TINY_CANNOT, **TINY
+        "tiny-long", ("long-tiny", "--attention", "lssa+lssar", "--p-schedule", "3:0.4,7:0.7,15"),
+        "a long reader of 0.8M parameters, on bytes", TINY_DATA, TINY_CANNOT, **TINY,
     ),
     Release(
         "tiny-softmax", ("long-tiny", "--attention", "softmax", "--layout", "uniform", "--p-schedule", "None"),
@@ -115,7 +120,7 @@ class Workshop:
         if not folder.exists():
             self.lssar("export", run, folder, "--dtype", "bfloat16")
         released = as_run(folder, run, self.work / "released" / release.name)
-        record_training(run, folder, "lssar train " + " ".join(release.train))
+        record_training(run, folder, release.command)
         self.evaluate(release, released, folder, data or run / "data")
         write_card(folder)
         return True
@@ -281,7 +286,7 @@ tokenizer = AutoTokenizer.from_pretrained("models/{release.name}")
 ## Training
 
 - Data: {release.data}
-- Command: `{training["command"]}`, then `python models/make.py` exports, evaluates and writes this card.
+- Command: `{release.command}`, then `python models/make.py` exports, evaluates and writes this card.
 - {steps_text(summary["steps"], recipe["steps"])} of {recipe["batch_tokens"]:,} tokens ({summary["tokens"] / 1e6:.1f}M),
   {recipe["optimiser"]}, learning rate {recipe["lr"]:g}, seed {recipe["seed"]}{powers}.
 - {machine}, torch {about["torch"]}, commit {about["commit"]}, {about["date"]};

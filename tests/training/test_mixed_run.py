@@ -11,7 +11,7 @@ def test_train_evaluate_and_generate_from_the_command_line(tmp_path, monkeypatch
     changes = {
         "size": "tiny", "length": 32, "steps": 4, "batch-tokens": 128, "micro-batch": 4, "heads": 4, "warmup": 1,
         "retrieval-share": 0, "eval-every": 4, "eval-batches": 1, "p-schedule": "3..15:0.5",
-        "layout": "softmax@8 attention/none",
+        "layout": "softmax@8 attention/none", "attention": "lssa+lssar",
     }  # fmt: skip
     main(["train", "long-tiny", *(word for name, value in changes.items() for word in (f"--{name}", str(value)))])
     (folder,) = (tmp_path / "runs").iterdir()

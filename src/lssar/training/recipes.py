@@ -265,7 +265,7 @@ RECIPES: dict[str, Recipe] = {
         retrieval_tasks=("passkey", "needles", "recall"), eval_every=200, save_every=500,
     ),
     "long-33m": Recipe(
-        size="33m", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/books", length=512, steps=900,
+        size="33m", layout="mixed", attention="cosine_softmax", data="data/books", length=512, steps=900,
         batch_tokens=65_536, micro_batch=128, optimiser="muon", lr=6e-4, warmup=100, retrieval_share=0.25,
         retrieval_tasks=("passkey", "needles", "recall"), eval_every=300, save_every=300,
     ),
@@ -275,13 +275,11 @@ RECIPES: dict[str, Recipe] = {
         size="1b", layout="mixed", p_schedule="3:0.4,7:0.7,15", data="data/fineweb100B", length=2_048, steps=95_368,
         batch_tokens=1_048_576, micro_batch=8, lr=4e-4, warmup=2_000, parallel="fsdp", eval_every=500, save_every=2_000,
     ),
-    # Heads of the global layer that average (LSSA) beside heads that pick (LSSAR). The models in models/ were trained
-    # with these two.
     "long-tiny": Recipe(
-        size="0.8m", heads=2, layout="mixed@32", attention="lssa+lssar", p_schedule="3:0.4,7:0.7,15", data="stdlib",
-        vocab_size=257, length=128, steps=1_500, batch_tokens=4_096, micro_batch=32, optimiser="muon", lr=1e-3,
-        warmup=50, dtype="float32", compile=False, retrieval_share=0.3, retrieval_tasks=("passkey", "needles"),
-        eval_every=250, save_every=250,
+        size="0.8m", heads=2, layout="mixed@32", attention="cosine_softmax", data="stdlib", vocab_size=257,
+        length=128, steps=1_500, batch_tokens=4_096, micro_batch=32, optimiser="muon", lr=1e-3, warmup=50,
+        dtype="float32", compile=False, retrieval_share=0.3, retrieval_tasks=("passkey", "needles"), eval_every=250,
+        save_every=250,
     ),
     "long-6m": Recipe(
         size="6m", layout="mixed", attention="cosine_softmax", data="data/books-4k",
