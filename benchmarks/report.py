@@ -125,15 +125,18 @@ FAR = ("1", "64", "512")
 def far_table(table: dict) -> str:
     """Loss, passkeys and needles of each row of the experiment `mixed`, at a few lengths; means over seeds."""
     cells: dict[str, dict[str, list[str]]] = {}
+    kinds = {"length": "loss", "passkey": "passkeys", "needles": "needles"}
+    far = [m for m in FAR if m in table["rows"][0]["loss"]]
     for row in table["rows"]:
         kind = row["evaluation"].split("-")[0]
         if kind == "length":
-            found = [f"{row['loss'][m]['mean']:.3f}" for m in FAR]
+            found = [f"{row['loss'][m]['mean']:.3f}" for m in far]
+        elif kind in kinds:
+            found = [f"{row['rate'][m]['rate']:.2f}" for m in far]
         else:
-            found = [f"{row['rate'][m]['rate']:.2f}" for m in FAR]
+            continue
         cells.setdefault(row["label"], {"seeds": [str(len(row["arms"]))]})[kind] = found
-    kinds = {"length": "loss", "passkey": "passkeys", "needles": "needles"}
-    head = ["", "seeds", *(f"{word} {' / '.join(f'{m}x' for m in FAR)}" for word in kinds.values())]
+    head = ["", "seeds", *(f"{word} {' / '.join(f'{m}x' for m in far)}" for word in kinds.values())]
     rows = [[label, *(" / ".join(found[kind]) for kind in ("seeds", *kinds))] for label, found in cells.items()]
     return markdown_table(head, rows) + f"\n{'; '.join(table['machines'])}. Command: `{table['command']}`.\n"
 
