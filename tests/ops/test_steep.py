@@ -10,6 +10,7 @@ import triton.language as tl  # noqa: E402
 from lssar.ops.fused.steep import (  # noqa: E402
     TANH_SCALE,
     left_and_right,
+    long_line,
     pairs_of,
     root_and_sigmoid,
     short_key_weights,
@@ -59,6 +60,22 @@ def test_short_forms():
     assert (short[x < -2] == 0).all()  # below any threshold
     assert (sigma - torch.sigmoid(x.double() * np.log(2))).abs().max() < 1e-6
     assert ((rough - exact).abs() < 3e-3 + x.abs() * 2.0**-10 + 4e-3).all()
+
+
+@triton.jit
+def there_and_back_kernel(line_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    slope, intercept = short_line(tl.load(line_ptr + at), tl.load(line_ptr + N + at))
+    slope, intercept = long_line(slope, intercept)
+    tl.store(line_ptr + at, slope)
+    tl.store(line_ptr + N + at, intercept)
+
+
+def test_long_line_is_the_inverse_of_short_line():
+    line = torch.randn(2, 64, device=DEVICE)
+    made = line.clone()
+    there_and_back_kernel[(1,)](made, N=64)
+    torch.testing.assert_close(made, line, rtol=0, atol=8 * 2.0**-24 * line.abs().max().item())
 
 
 @triton.jit

@@ -37,7 +37,7 @@ static float inverse_norm(const float *x, int64_t size)
 }
 
 /* The same with squares in float32 where these are far from the ends of its range. A decoding step takes the norm of
-   every key again, and in double that would take longer than the scores. */
+   every key again, which double precision would slow down. */
 static float quick_inverse_norm(const float *x, int64_t size)
 {
     float square = dot_rows(x, x, size);
