@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import random
+import shlex
 import sys
 import time
 from collections import Counter
@@ -326,9 +327,8 @@ def main() -> int:
     if arguments.out:
         from lssar.records import environment, write_json
 
-        write_json(
-            arguments.out, {"command": " ".join(sys.argv), "environment": environment(), **result}, overwrite=True
-        )
+        command = shlex.join(("python", "-m", "tests.fuzz_fused", *sys.argv[1:]))
+        write_json(arguments.out, {"command": command, "environment": environment(), **result}, overwrite=True)
     else:
         print(json.dumps(result["counts"]))
     return 1 if result["failures"] else 0
