@@ -73,7 +73,10 @@ def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dic
     unfinished = (
         "**Preliminary**: some runs are not finished (listed at the end), so verdicts rest on fewer seeds than "
     )
-    unfinished += "the rules name; the number of seeds of each row is below its table.\n\n"
+    unfinished += (
+        "the rules name; the number of seeds of each row is below its table. One seed has no spread, which the rules "
+        "take for zero: a verdict on such a row counts differences that another seed may not show.\n\n"
+    )
     text += claims_section(claims, {}, unfinished if tables["mixed"]["missing"] else "")
     for name, experiment in EXPERIMENTS.items():
         if experiment.page == "results-mixed" and tables[name]["rows"]:

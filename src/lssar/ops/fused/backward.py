@@ -204,10 +204,10 @@ def _key_sums(
         mean = tl.load(rows_ptr + 4 * row_plane + rows)
         row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
         if REPAIR and SHORT and NEXT:
-            if_steep = tl.load(rows_ptr + 6 * row_plane + rows) > 0
+            is_steep = tl.load(rows_ptr + 6 * row_plane + rows) > 0
             long_slope, long_intercept = long_line(slope, intercept)
-            slope, intercept = tl.where(if_steep, long_slope, slope), tl.where(if_steep, long_intercept, intercept)
-            row_factor = tl.where(if_steep, row_factor / TANH_SCALE, row_factor)
+            slope, intercept = tl.where(is_steep, long_slope, slope), tl.where(is_steep, long_intercept, intercept)
+            row_factor = tl.where(is_steep, row_factor / TANH_SCALE, row_factor)
         if EXACT_QUERIES:
             x = x * row_factor[:, None] * key_scale[None, :]
         masked = (start < full_lo) | (start + M > full_hi)
