@@ -341,6 +341,19 @@ def test_torchrun_ends_when_one_process_is_killed(shards, uninterrupted, tmp_pat
     np.testing.assert_allclose(losses(run), losses(uninterrupted), rtol=0, atol=TOLERANCE)
 
 
+def test_a_process_that_ends_after_a_save_does_not_abort():
+    """It aborts if the thread that saved is still freeing its tensors while Python ends."""
+    script = """
+import torch
+from lssar.training.sharded import BackgroundSave
+def write():
+    tensors = [torch.randn(300, 300) for _ in range(200)]
+BackgroundSave(write).wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_folder_that_is_not_shared_is_refused(shards, tmp_path):
     """Process 1 writes somewhere else, as on the local disk of another machine."""
     real = checkpoints.folder

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Saver:
         self.run, self.model, self.optimisers, self.w, self.keep = run, model, optimisers, w, keep
         # Its own group: collectives of the background thread must not mix with those of training.
         self.group = dist.new_group(backend="gloo") if sharded.is_sharded(model) else None
-        self.under_way: tuple[Path, Future[Any]] | None = None
+        self.under_way: tuple[Path, sharded.BackgroundSave] | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> bool:
         """Save, or begin to, the checkpoint of `step`; False if weights or moments are not finite."""
@@ -90,10 +90,10 @@ class Saver:
         """Until no save is under way; raises its error if it failed."""
         if self.under_way is None:
             return
-        path, future = self.under_way
+        path, save_under_way = self.under_way
         self.under_way = None
         try:
-            future.result()
+            save_under_way.wait()
         except CheckpointException as error:
             if self.w.main:
                 shutil.rmtree(_hidden(path), ignore_errors=True)

@@ -14,7 +14,6 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -100,33 +99,50 @@ class _Listed(FileSystem):
         return [str(Path(path) / name) for name in self.names]
 
 
+class BackgroundSave:
+    """`write` in a thread of its own.
+
+    As in `dcp.async_save`, but the thread is a daemon, for which Python does not wait when it ends. When a process has
+    died, the thread may wait until gloo's time limit for a process that waits for this one to end.
+    """
+
+    def __init__(self, write: Callable[[], Any]) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def _run(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except BaseException as error:  # a CheckpointException is no Exception
+            self.error = error
+
+    def wait(self) -> None:
+        """Return when the save is complete, or raise its error.
+
+        The thread has ended then. If it were still freeing its tensors while Python ends, the process would abort.
+        """
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
+
+
 def save(
     folder: Path,
     weights: dict[str, Any],
     moments: dict[str, Any],
     group: dist.ProcessGroup,
     finish: Callable[[dict[str, str]], None],
-) -> Future[Any]:
+) -> BackgroundSave:
     """Copy the tensors to CPU memory, then write them in the background. Every process calls it.
 
-    `finish` is called in process 0, in the background, with the checksums of all files; the save is complete when the
-    future is. `group` must be one that nothing else uses at the same time.
+    `finish` is called in process 0, in the background, with the checksums of all files. `group` must be one that
+    nothing else uses at the same time.
     """
     files = dict.fromkeys(weights, WEIGHTS) | dict.fromkeys(moments, MOMENTS)
     writer = _Writer(folder, files, finish)
     staged = BlockingAsyncStager().stage({**weights, **moments})
-    future: Future[Any] = Future()
-
-    def write() -> None:
-        try:
-            future.set_result(dcp.save(staged, storage_writer=writer, process_group=group))
-        except BaseException as error:  # a CheckpointException is no Exception
-            future.set_exception(error)
-
-    # As in `dcp.async_save`, but in a daemon thread. Python waits for the thread of async_save before it ends. When a
-    # process has died, that thread may wait for one that waits for this process to end, until gloo's time limit.
-    threading.Thread(target=write, name="checkpoint", daemon=True).start()
-    return future
+    return BackgroundSave(lambda: dcp.save(staged, storage_writer=writer, process_group=group))
 
 
 def load_into(folder: Path, names: Iterable[str], tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
