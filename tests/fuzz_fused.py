@@ -31,6 +31,7 @@ from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.fuzz_jobs import in_processes
 from tests.helpers import with_gradients
+from tests.ops import interpreter
 from tests.ops.test_window import check_not_finite
 
 CUDA = torch.cuda.is_available()
@@ -235,15 +236,24 @@ def _paged(x: torch.Tensor, table: torch.Tensor, page: int) -> torch.Tensor:
     return cache
 
 
+PLACES = ("q", "k", "v", "dO")
+
+
+def not_finite_place(case: Case) -> tuple[int, str, float, int]:
+    """Row, tensor, value and column of the number that is not finite."""
+    r = random.Random(case.seed + 3)
+    at, which, bad = r.randrange(case.keys), r.choice(PLACES), r.choice((torch.inf, -torch.inf, torch.nan))
+    return at, which, bad, r.randrange(case.head_size)
+
+
 def run_hidden(case: Case) -> list[str]:
     """An infinity or NaN in q, k, v or dO reaches no row that does not see it, and no key that such a row does not."""
-    x = dict(zip(("q", "k", "v", "dO"), tensors(case)))
-    r = random.Random(case.seed + 3)
-    at, which, bad = r.randrange(case.keys), r.choice(tuple(x)), r.choice((torch.inf, -torch.inf, torch.nan))
+    x = dict(zip(PLACES, tensors(case)))
+    at, which, bad, column = not_finite_place(case)
     call = lambda *x: fused.fused_attention(*x, p=case.p, causal=True)  # noqa: E731
     clean = with_gradients(call, (x["q"], x["k"], x["v"]), x["dO"])
     x[which] = x[which].clone()
-    x[which][0, 0, at, r.randrange(case.head_size)] = bad
+    x[which][0, 0, at, column] = bad
     got = with_gradients(call, (x["q"], x["k"], x["v"]), x["dO"])
     problems = []
     place = f"the {bad} at {at} of {which}"
@@ -270,7 +280,7 @@ def run_hidden(case: Case) -> list[str]:
 def run_hidden_window(case: Case) -> list[str]:
     """The same in the windowed kernels, and for the gradient of the output."""
     r = random.Random(case.seed + 4)
-    at, which = r.randrange(case.keys), r.choice(("q", "k", "v", "dO"))
+    at, which = r.randrange(case.keys), r.choice(PLACES)
     bad = r.choice((torch.inf, -torch.inf, torch.nan))
     size = {"L": case.keys, "D": case.head_size, "window": r.randint(1, case.keys)}
     check_not_finite(case.spec, DTYPES[case.dtype], which, bad, at, **size)
@@ -320,6 +330,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--out", type=Path, help="JSON file for the counts")
     arguments = parser.parse_args()
+    if not CUDA:
+        interpreter.improve()
     run_cases = functools.partial(fuzz, small=not CUDA, report=print_now)
     size = SAME_KERNELS if CUDA else None
     result = in_processes(run_cases, arguments.first, arguments.cases, arguments.seconds, arguments.jobs, size)

@@ -1,0 +1,140 @@
+"""What the Hopper kernels compute and in which order they use shared memory, without a GPU: see hopper_on_cpu.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import lssar
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the kernels themselves are tested", allow_module_level=True)
+pytest.importorskip("triton.experimental.gluon")
+
+from lssar.ops.fused import fused_attention
+from tests import fuzz_fused
+from tests.helpers import seeded, with_gradients
+from tests.ops import hopper_on_cpu, ptx, test_steep
+from tests.ops.test_fused import compare, tensors
+
+KERNELS = {"now": False, "next": True}
+
+
+@pytest.fixture(params=KERNELS)
+def next_kernels(request, monkeypatch):
+    hopper_on_cpu.install(monkeypatch, KERNELS[request.param])
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    return hopper_on_cpu.install(monkeypatch, next_kernels=False)
+
+
+VIEWS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 100},
+    "pack": {"cu_seqlens": torch.tensor([0, 3, 140, 141, 190])},
+    "padding": {"key_lengths": torch.tensor([1, 120])},
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "D", "p", "group", "length"),
+    [
+        ("causal", 64, 15, 2, 190),
+        ("full", 128, 3, 1, 130),
+        ("window", 128, 7.25, 1, 150),
+        ("pack", 64, None, 1, 190),
+        ("padding", 64, 15, 1, 190),
+        pytest.param("causal", 128, 15, 4, 520, marks=pytest.mark.slow),
+        pytest.param("causal", 64, 1, 1, 300, marks=pytest.mark.slow),
+        pytest.param("full", 64, 63, 1, 300, marks=pytest.mark.slow),
+    ],
+)
+def test_against_float64(next_kernels, view, D, p, group, length):
+    inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
+    compare(*inputs, p=p, note=view, **VIEWS[view])
+
+
+def test_float16(next_kernels):
+    """In Gluon the forward only; its scores and weights have other polynomials."""
+    compare(*tensors(Hq=1, Lq=140, D=128, dtype=torch.float16), p=15)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 65])
+def test_lengths(next_kernels, length):
+    few = length <= 4
+    compare(*tensors(B=8 if few else 1, Lq=length, D=64, dtype=torch.bfloat16), p=15, few_keys=few)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
+def test_not_finite(next_kernels, which):
+    """Infinities and NaNs reach only the rows that see them, as in the fuzzer; values beyond the range of sums."""
+    case = fuzz_fused.Case(
+        seed=0, kind="hidden", spec="lssar", dtype="bfloat16", batch=2, key_heads=1, group=2, queries=100, keys=100,
+        head_size=64 if which in "qk" else 128, p=15.0, view="causal", gain=False, strided=True,
+        q_exponent=0, k_exponent=0, v_exponent=0,
+    )  # fmt: skip
+    seeds = (
+        seed for seed in range(1000) if fuzz_fused.not_finite_place(dataclasses.replace(case, seed=seed))[1] == which
+    )
+    assert not fuzz_fused.run(dataclasses.replace(case, seed=next(seeds)))
+
+
+def test_gain_and_the_largest_values(next_kernels):
+    """p = 3: with p = 15 one key has nearly all the weight of a row, and the gain's gradient is lost in rounding."""
+    q, k, v, do = tensors(Hq=2, Hkv=1, Lq=130, D=64, dtype=torch.bfloat16)
+    gain = torch.tensor([0.5, -1.5])
+    call = lambda *x: fused_attention(*x[:3], p=3, causal=True, gain=x[3])  # noqa: E731
+    exact = lambda *x: fuzz_fused.exact_attention(*x, lssar.spec("lssar", p=3), {})  # noqa: E731
+    want = with_gradients(exact, tuple(x.double() for x in (q, k, v, gain)), do.double())
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dgain"), with_gradients(call, (q, k, v, gain), do), want):
+        allowed = 0.1 if name == "dgain" else 0.01  # a sum over rows that cancels
+        assert (a.double() - b).norm() < allowed * b.norm(), name
+    large = call(q, k, v * 2.0**125, gain).double() * 2.0**-125
+    assert (large - want[0]).norm() < 0.01 * want[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fault"),
+    [
+        ("forward", "program_barrier", "overwritten while it may be in use"),
+        ("backward", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
+        ("backward", "fence_async_shared", "without a fence"),
+        ("forward", "end_barriers", "without end_barriers"),
+        ("backward", "announce_pair", "not asked for"),
+        ("forward", "load_tile", "not asked for"),
+        ("forward", "mbarrier.wait", "before it has arrived"),
+        ("backward", "async_copy.wait_group", "before it has arrived"),
+    ],
+)
+def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, fault):
+    """So the checks of hopper_on_cpu would find it if a step were missing."""
+    target = f"lssar.ops.fused.hopper.{where}.{name}"
+    monkeypatch.setattr(target, lambda *_, **__: None)
+    q, k, v, do = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match=fault):
+        with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
+
+
+def test_inline_assembly(next_kernels):
+    """The bounds of test_steep.py hold for the PTX too, not only for what the interpreter takes in its place."""
+    test_steep.test_short_forms()
+    test_steep.test_the_mean_in_half_arithmetic(4.0)
+    for p in (2, 15):
+        test_steep.test_short_forms_of_the_backward(p)
+
+
+def test_instructions():
+    x = torch.randn(64, generator=seeded(0)).numpy()
+    bits = x.view("uint32")
+    sign = ptx.run("{ .reg .f32 m; abs.f32 m, $1; neg.f32 m, m; ex2.approx.ftz.f32 $0, m; }", [bits])
+    torch.testing.assert_close(torch.from_numpy(sign.view("float32")), torch.exp2(-torch.from_numpy(x).abs()))
+    halves = ptx.run("cvt.rn.f16x2.f32 $0, $2, $1;", [bits, bits[::-1].copy()]).view("float16").reshape(-1, 2)
+    assert (halves[:, 0] == x.astype("float16")).all() and (halves[:, 1] == x[::-1].astype("float16")).all()
+    both = ptx.run("mov.b32 $0, {$1, $2};", [x.astype("float16").view("uint16"), halves[:, 1].copy().view("uint16")])
+    assert (both.view("float16").reshape(-1, 2) == halves).all()
