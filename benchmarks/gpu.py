@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -35,19 +35,17 @@ class Job:
     """After `python`; OUT stands for the output folder, CARD for the card's name."""
     seconds: int
     """Time limit; a job is not started when less time is left. Most of it is spent compiling."""
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def bench(name: str, seconds: int, words: str) -> Job:
     return Job(name, f"-m lssar.cli bench --device cuda {words} --out OUT/CARD-{name} --overwrite", seconds)
 
 
-def tests(name: str, seconds: int, words: str, **environment: str) -> Job:
+def tests(name: str, seconds: int, words: str) -> Job:
     """With one line per test, so that the output of a job that exceeds its limit shows how far it came."""
-    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds, environment)
+    return Job(f"test-{name}", f"-m pytest -v --tb=short -p no:cacheprovider {words}", seconds)
 
 
-NEXT = {"LSSAR_NEXT_KERNELS": "1"}  # kernels that no GPU has run yet, see docs/development/kernel-notes.md
 PARTS = "benchmarks/fused_lab.py parts 64x256x1024 64x128x2048 128x128x2048 64x16x8192 128x16x8192 64x64x16384"
 DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cache:lssar cudnn:softmax flash:softmax"
 
@@ -55,9 +53,6 @@ JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
     tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
     Job("parts", PARTS, 60),
-    Job("parts-next", PARTS, 60, NEXT),
-    Job("check-next", "benchmarks/fused_lab.py check", 90, NEXT),
-    tests("next", 300, "-m gpu tests/ops/test_fused.py tests/ops/test_steep.py tests/ops/test_not_finite.py", **NEXT),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
     Job("mixed-decode", "benchmarks/mixed_model.py decode --compiled --out OUT/CARD-mixed-decode.json", 120),
     Job("window-lab", "benchmarks/window_lab.py 128x8x8x8192@128 128x8x8x8192@512 --no-flex", 150),
@@ -146,7 +141,7 @@ class Benchmarks(Queue[Job]):
         if words[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist"):
             words += ["-n", str(max(1, (os.cpu_count() or 1) // 3))]  # mostly compiling
         paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **job.environment, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
         with open(self.out / f"{job.name}.txt", "w") as log:
             process = subprocess.Popen(
                 [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,

@@ -11,9 +11,6 @@ COMPILE = os.environ.get("LSSAR_COMPILE") != "0"
 GLUON = os.environ.get("LSSAR_GLUON") != "0"
 """Whether Hopper GPUs use the Gluon kernels. Gluon is experimental in Triton: this is the way out if it breaks."""
 
-NEXT_KERNELS = os.environ.get("LSSAR_NEXT_KERNELS") == "1"
-"""Whether the fused kernels use forms that no GPU has run yet (docs/development/kernel-notes.md)."""
-
 NATIVE = os.environ.get("LSSAR_NATIVE") != "0"
 """Whether the tiled implementation uses the C extension on a CPU."""
 

@@ -16,7 +16,7 @@ TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
         "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr",
         "gain_ptr",
     ),
-    "*i32": ("key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
+    "*i32": ("broken_ptr", "key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
     "fp32": ("exponent",),
 }  # fmt: skip
 

@@ -415,10 +415,10 @@ def modules() -> dict[str, types.ModuleType]:
     return {module.__name__: module for module in (gluon, gluon.language, nvidia, hopper_language())}
 
 
-def install(monkeypatch, next_kernels: bool, ptx: bool = True) -> None:
+def install(monkeypatch) -> None:
     """Make fused attention run the Hopper kernels on the CPU until monkeypatch is undone.
 
-    next_kernels: what LSSAR_NEXT_KERNELS would select. ptx: inline assembly, in place of what the interpreter uses.
+    Inline assembly runs too, in place of what the interpreter takes for it elsewhere.
     """
     from triton.experimental.gluon.nvidia import hopper as descriptors
 
@@ -436,11 +436,8 @@ def install(monkeypatch, next_kernels: bool, ptx: bool = True) -> None:
         module.triton_language = tl  # the interpreter looks for it among the globals of a kernel
     sys.modules[f"{HOPPER}.memory"].tl = types.SimpleNamespace(tuple=tuple)
     for name, module in list(sys.modules.items()):
-        if name.startswith("lssar.ops.fused"):
-            for switch, value in (("NEXT", next_kernels), ("USE_PTX", ptx)):
-                if hasattr(module, switch):
-                    monkeypatch.setattr(module, switch, tl.constexpr(value))
-    monkeypatch.setattr("lssar.switches.NEXT_KERNELS", next_kernels)
+        if name.startswith("lssar.ops.fused") and hasattr(module, "USE_PTX"):
+            monkeypatch.setattr(module, "USE_PTX", tl.constexpr(True))
     monkeypatch.setattr(tl, "inline_asm_elementwise", inline_asm_elementwise)
     monkeypatch.setattr(tl.dtype, "layout", None, raising=False)
     monkeypatch.setattr(op, "hopper_kernels", lambda d, part: hopper if d in (64, 128) else None)

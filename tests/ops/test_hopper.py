@@ -1,6 +1,7 @@
 """The installed Triton must be able to compile the kernels for Hopper, which needs no GPU.
 
-What they compute is tested by test_fused.py and test_activations.py: on a GPU, and, but for Gluon, in the interpreter.
+What they compute is tested by test_fused.py and test_activations.py on a GPU and in the interpreter, and, for Gluon, by
+test_hopper_on_cpu.py.
 """
 
 from __future__ import annotations

@@ -20,17 +20,10 @@ from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep
 from tests.ops.test_fused import compare, tensors
 
-KERNELS = {"now": False, "next": True}
-
-
-@pytest.fixture(params=KERNELS)
-def next_kernels(request, monkeypatch):
-    hopper_on_cpu.install(monkeypatch, KERNELS[request.param])
-
 
 @pytest.fixture
 def hopper(monkeypatch):
-    return hopper_on_cpu.install(monkeypatch, next_kernels=False)
+    hopper_on_cpu.install(monkeypatch)
 
 
 VIEWS = {
@@ -55,24 +48,24 @@ VIEWS = {
         pytest.param("full", 64, 63, 1, 300, marks=pytest.mark.slow),
     ],
 )
-def test_against_float64(next_kernels, view, D, p, group, length):
+def test_against_float64(hopper, view, D, p, group, length):
     inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
     compare(*inputs, p=p, note=view, **VIEWS[view])
 
 
-def test_float16(next_kernels):
+def test_float16(hopper):
     """In Gluon the forward only; its scores and weights have other polynomials."""
     compare(*tensors(Hq=1, Lq=140, D=128, dtype=torch.float16), p=15)
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 65])
-def test_lengths(next_kernels, length):
+def test_lengths(hopper, length):
     few = length <= 4
     compare(*tensors(B=8 if few else 1, Lq=length, D=64, dtype=torch.bfloat16), p=15, few_keys=few)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
-def test_not_finite(next_kernels, which):
+def test_not_finite(hopper, which):
     """Infinities and NaNs reach only the rows that see them, as in the fuzzer; values beyond the range of sums."""
     case = fuzz_fused.Case(
         seed=0, kind="hidden", spec="lssar", dtype="bfloat16", batch=2, key_heads=1, group=2, queries=100, keys=100,
@@ -85,7 +78,7 @@ def test_not_finite(next_kernels, which):
     assert not fuzz_fused.run(dataclasses.replace(case, seed=next(seeds)))
 
 
-def test_gain_and_the_largest_values(next_kernels):
+def test_gain_and_the_largest_values(hopper):
     """p = 3: with p = 15 one key has nearly all the weight of a row, and the gain's gradient is lost in rounding."""
     q, k, v, do = tensors(Hq=2, Hkv=1, Lq=130, D=64, dtype=torch.bfloat16)
     gain = torch.tensor([0.5, -1.5])
@@ -121,7 +114,7 @@ def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, f
         with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
 
 
-def test_inline_assembly(next_kernels):
+def test_inline_assembly(hopper):
     """The bounds of test_steep.py hold for the PTX too, not only for what the interpreter takes in its place."""
     test_steep.test_short_forms()
     test_steep.test_the_mean_in_half_arithmetic(4.0)

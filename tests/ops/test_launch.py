@@ -19,14 +19,11 @@ def test_the_same_kernels_with_the_same_arguments(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("following", ["0", "1"])
-def test_launches_on_hopper_fit_the_kernels(following, tmp_path, monkeypatch):
+def test_launches_on_hopper_fit_the_kernels(tmp_path):
     """Three calls: new kernels, the same from the cache, and gradients of the output with a stride of 0."""
-    monkeypatch.setenv("LSSAR_NEXT_KERNELS", following)
     made = outside_the_interpreter("tests.ops.launch_hopper_without_card", "64", cache=tmp_path)["launched"]
     assert len(made) == 3 * 6  # normalisation twice, forward, dq, dk and dv, repair
     assert not any(one["wrong"] or one["missing"] for one in made), made
     counts = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in KERNELS}
-    none = {"query_gradient_kernel": [0] * 3, "key_gradient_kernel": [0] * 6, "forward_kernel": [0] * 3}
-    of_host = {"query_gradient_kernel": [4, 4, 0], "key_gradient_kernel": [3, 0, 3, 0, 0, 0]}  # repair has none
-    assert counts == none | (of_host if following == "1" else {})
+    repair = {"key_gradient_kernel": [3, 0, 3, 0, 0, 0]}  # which has none
+    assert counts == {"query_gradient_kernel": [4, 4, 0], "forward_kernel": [0] * 3} | repair

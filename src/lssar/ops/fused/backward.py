@@ -22,7 +22,6 @@ from lssar.ops.fused.gradients import (
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    NEXT,
     dot,
     exact_unit_rows,
     head_and_block,
@@ -116,7 +115,7 @@ def query_gradient_kernel(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
     key_lo, key_hi, full_lo, full_hi = keys_of_rows(
-        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
         BLOCK_M, 1,
     )  # fmt: skip
     n = (row_stop - row_start).to(tl.float32)
@@ -203,7 +202,7 @@ def _key_sums(
         offset = tl.load(rows_ptr + 3 * row_plane + rows)
         mean = tl.load(rows_ptr + 4 * row_plane + rows)
         row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
-        if REPAIR and SHORT and NEXT:
+        if REPAIR and SHORT:
             is_steep = tl.load(rows_ptr + 6 * row_plane + rows) > 0
             long_slope, long_intercept = long_line(slope, intercept)
             slope, intercept = tl.where(is_steep, long_slope, slope), tl.where(is_steep, long_intercept, intercept)
@@ -239,9 +238,80 @@ def _key_sums(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
+@triton.jit
+def _key_block(
+    program, programs, broken_ptr, q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+    v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
+    raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
+    dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
+    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    P: tl.constexpr, REWEIGHT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
+    CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    REPAIR: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Write dk and dv of a program's block of keys; with REPAIR, only if its dv is not finite. Arguments as below."""
+    blocks = tl.cdiv(Lk, BLOCK_N)
+    head_kv, block = head_and_block(program, programs, blocks, CACHE // D // Lq // (Hq // Hkv))
+    first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
+    b, h_kv = head_kv // Hkv, head_kv % Hkv
+    group = Hq // Hkv
+    b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)
+    k_ptr += head_kv.to(tl.int64) * Lk * D
+    v_ptr += b64 * v_stride_b + h64 * v_stride_h
+    raw_k_ptr += b64 * raw_k_stride_b + h64 * raw_k_stride_h
+    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
+    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
+
+    offsets = tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_D)
+    wanted = True
+    if REPAIR:
+        written = load_tile(dv_ptr, first_key, Lk, dv_stride_l, offsets, columns, D, True)
+        wanted = not_finite(tl.sum(written.to(tl.float32)))
+    if wanted:
+        key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+            first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+            CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
+        )  # fmt: skip
+
+        if EXACT_QUERIES:
+            raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
+            exact_k, key_scale = exact_unit_rows(raw_k.to(tl.float32))
+            k = exact_k.to(raw_k.dtype)
+        else:
+            k = load_tile(k_ptr, first_key, key_stop, D, offsets, columns, D, True)  # [N, D]
+            key_scale = tl.full([BLOCK_N], 1.0, tl.float32)
+        v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        for member in range(group):  # even for a group of one: without this loop ptxas serialises the products (C7515)
+            h = h_kv * group + member
+            head = (b * Hq + h).to(tl.int64)
+            h = h.to(tl.int64)
+            q_head = tile_source(q_ptr + head * Lq * D, Lq, D, D, BLOCK_M, BLOCK_D, TMA)
+            do_head = do_ptr + b64 * do_stride_b + h * do_stride_h
+            do_head = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+            rows_head = rows_ptr + head * row_stride
+            dk, dv = _key_sums(
+                dk, dv, tl.trans(k), tl.trans(v), key_scale, q_head, do_head, rows_head, row_plane, do_stride_l,
+                row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
+                first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
+                D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT,
+                EXACT_QUERIES, STEEP, TMA, STAGES, REPAIR, SHORT,
+            )  # fmt: skip
+        raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
+        dk = unit_rows_backward(dk, raw_k.to(tl.float32))
+        store_tile(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
+        store_tile(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)
+        if not REPAIR and not_finite(tl.sum(dv)):
+            tl.store(broken_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "programs"])
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+    broken_ptr, programs, q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
@@ -256,59 +326,27 @@ def key_gradient_kernel(
 
     q: unit queries times their score scale, or, with EXACT_QUERIES, the exact_q of query_gradient_kernel.
 
-    REPAIR: after this kernel, or the one in Gluon, has run. A dO that is not finite makes dv NaN for all keys of a
-    tile, since 0 * inf is NaN. Blocks that this has reached are computed again, without such rows; other blocks end
-    after one look at their dv. SHORT: see _key_sums.
+    REPAIR: after this kernel, or the one in Gluon, has run with as many `programs`, of this tile. A dO that is not
+    finite makes dv NaN for all keys of a tile, since 0 * inf is NaN: broken_ptr then holds a 1, and a few programs look
+    at all blocks and compute those whose dv is not finite again, without such rows. SHORT: see _key_sums.
     """
-    blocks = tl.cdiv(Lk, BLOCK_N)
-    head_kv, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
-    first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
-    b, h_kv = head_kv // Hkv, head_kv % Hkv
-    group = Hq // Hkv
-    b64, h64 = b.to(tl.int64), h_kv.to(tl.int64)
-    k_ptr += head_kv.to(tl.int64) * Lk * D
-    v_ptr += b64 * v_stride_b + h64 * v_stride_h
-    raw_k_ptr += b64 * raw_k_stride_b + h64 * raw_k_stride_h
-    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
-    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
-
-    offsets = tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_D)
     if REPAIR:
-        written = load_tile(dv_ptr, first_key, Lk, dv_stride_l, offsets, columns, D, True)
-        if not_finite(tl.sum(written.to(tl.float32))) == 0:
-            return
-    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
-        first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-        CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
-    )  # fmt: skip
-
-    if EXACT_QUERIES:
-        raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True)  # [N, D]
-        exact_k, key_scale = exact_unit_rows(raw_k.to(tl.float32))
-        k = exact_k.to(raw_k.dtype)
+        if tl.load(broken_ptr) != 0:
+            for program in range(tl.program_id(0), programs, tl.num_programs(0)):
+                _key_block(
+                    program, programs, broken_ptr, q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+                    v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l, raw_k_stride_b,
+                    raw_k_stride_h, raw_k_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h,
+                    dv_stride_l, row_stride, row_plane, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
+                    doc_start_ptr, doc_stop_ptr, P, REWEIGHT, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                    LOG_DEGREE, DOT, EXACT_QUERIES, STEEP, CACHE, TMA, BLOCK_M, BLOCK_N, STAGES, REPAIR, SHORT,
+                )  # fmt: skip
     else:
-        k = load_tile(k_ptr, first_key, key_stop, D, offsets, columns, D, True)  # [N, D]
-        key_scale = tl.full([BLOCK_N], 1.0, tl.float32)
-    v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):  # even for a group of one: without this loop ptxas serialises the products (C7515)
-        h = h_kv * group + member
-        head = (b * Hq + h).to(tl.int64)
-        h = h.to(tl.int64)
-        q_head = tile_source(q_ptr + head * Lq * D, Lq, D, D, BLOCK_M, BLOCK_D, TMA)
-        do_head = do_ptr + b64 * do_stride_b + h * do_stride_h
-        do_head = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
-        rows_head = rows_ptr + head * row_stride
-        dk, dv = _key_sums(
-            dk, dv, tl.trans(k), tl.trans(v), key_scale, q_head, do_head, rows_head, row_plane, do_stride_l,
-            row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
-            first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
-            D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT,
-            EXACT_QUERIES, STEEP, TMA, STAGES, REPAIR, SHORT,
+        _key_block(
+            tl.program_id(0), programs, broken_ptr, q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+            v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l, raw_k_stride_b, raw_k_stride_h,
+            raw_k_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride,
+            row_plane, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, P, REWEIGHT, D,
+            BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, EXACT_QUERIES, STEEP, CACHE, TMA, BLOCK_M,
+            BLOCK_N, STAGES, REPAIR, SHORT,
         )  # fmt: skip
-    raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
-    dk = unit_rows_backward(dk, raw_k.to(tl.float32))
-    store_tile(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
-    store_tile(dv_ptr, dv, first_key, Lk, dv_stride_l, offsets, columns, D)

@@ -12,7 +12,6 @@ import triton.language as tl
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     FIRST_ROWS,
-    NEXT,
     ex2,
     lg2,
     power,
@@ -31,7 +30,7 @@ ROW_PLANES = 8
 GAIN_PLANE = tl.constexpr(7)
 """Which of them is the row's part of the gradient of its head's gain."""
 EDGE_KEYS = tl.constexpr(128)
-FULL_BLOCKS = tl.constexpr(256 if NEXT else 1024)
+FULL_BLOCKS = tl.constexpr(256)
 """Keys, and blocks of keys, that _largest_value loads at once: large, since every step waits for memory."""
 
 
@@ -42,15 +41,15 @@ def _largest_value(
 ):  # fmt: skip
     """The largest finite |v| among the keys that each row sees, [M]. Arguments as in row_scales.
 
-    Blocks that all rows see count as a whole, other keys one by one. With NEXT, if rows see all keys up to one of them,
-    that key has the largest of its block up to there.
+    Blocks that all rows see count as a whole, other keys one by one. If rows see all keys up to one of them, that
+    key has the largest of its block up to there.
     """
     first_full, last_full = tl.cdiv(full_lo, VALUE_BLOCK), full_hi // VALUE_BLOCK
     largest = row_start.to(tl.float32) * 0.0
     for start in range(first_full, last_full, FULL_BLOCKS):
         size = tl.load(block_sizes_ptr + start + blocks, mask=start + blocks < last_full, other=0.0)
         largest = tl.maximum(largest, tl.max(size, 0))
-    if NEXT and not LEFT_EDGE:
+    if not LEFT_EDGE:
         M: tl.constexpr = row_start.shape[0]
         last = row_stop - 1
         for i in tl.static_range(max(M // VALUE_BLOCK, 1)):  # M rows differ by fewer than M keys
@@ -62,9 +61,8 @@ def _largest_value(
         after = tl.where(first_full < last_full, last_full * VALUE_BLOCK, key_lo)
         for start in range(after, key_hi, EDGE_KEYS):
             largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
-        if LEFT_EDGE:
-            for start in range(key_lo, tl.where(first_full < last_full, first_full * VALUE_BLOCK, key_lo), EDGE_KEYS):
-                largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
+        for start in range(key_lo, tl.where(first_full < last_full, first_full * VALUE_BLOCK, key_lo), EDGE_KEYS):
+            largest = tl.maximum(largest, _largest_seen(sizes_ptr, start + keys, row_start, row_stop, key_hi))
     return largest
 
 
@@ -133,14 +131,9 @@ def query_gradient(
     Rows that are not sound have dq NaN. unit_gradient: of the normalised queries, up to the factors of
     query_row_factors. HALF: see with_gain.
     """
-    if NEXT:
-        sound = _sound_rows(z, delta, mean)
-        factor = tl.where(sound, kappa * scale, float("nan"))
-        dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None], raw_q)
-    else:
-        dq, radial = unit_rows_backward_and_radial(unit_gradient * (kappa * scale)[:, None], raw_q)
-        sound = _sound_rows(z, delta, mean)
-        dq = tl.where(sound[:, None], dq, float("nan"))
+    sound = _sound_rows(z, delta, mean)
+    factor = tl.where(sound, kappa * scale, float("nan"))
+    dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None], raw_q)
     if HAS_GAIN:
         gain = tl.load(gain_ptr)
         dq = dq * gain
@@ -183,8 +176,8 @@ def store_row_values(
     0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
     else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: with
-    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT (with NEXT): if the
-    block is steep, slope, intercept and score factor are those that steep.short_root takes.
+    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT: if the block is
+    steep, slope, intercept and score factor are those that steep.short_root takes.
     """
     if EXACT_QUERIES:
         root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
@@ -197,7 +190,7 @@ def store_row_values(
     mean, delta = tl.where(sound, mean, 0.0), tl.where(sound, delta, 0.0)
     row_factor = tl.where(sound, row_factor, 0.0)
     factor = 2.0 * P * slope * row_factor
-    if SHORT and STEEP and NEXT:
+    if SHORT and STEEP:
         steep_slope, steep_intercept = short_line(slope, intercept)
         slope, intercept = tl.where(steep, steep_slope, slope), tl.where(steep, steep_intercept, intercept)
         row_factor = tl.where(steep, row_factor * TANH_SCALE, row_factor)

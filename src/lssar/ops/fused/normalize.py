@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from lssar.ops.fused.primitives import (
-    NEXT,
     load_tile,
     not_finite,
     score_scale,
@@ -22,7 +21,7 @@ VALUE_BLOCK = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=["B", "Lq", "Lk", "window"])
 def normalize_kernel(
-    q_ptr, k_ptr, v_ptr, unit_q_ptr, unit_k_ptr, sizes_ptr, block_sizes_ptr,
+    q_ptr, k_ptr, v_ptr, unit_q_ptr, unit_k_ptr, sizes_ptr, block_sizes_ptr, broken_ptr,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     gain_ptr, B, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     HAS_GAIN: tl.constexpr, FOR_BACKWARD: tl.constexpr,
@@ -34,8 +33,8 @@ def normalize_kernel(
     Programs: the blocks of rows of all heads of q, then those of k, along the first axis of the grid, which alone has
     no limit that matters. FOR_BACKWARD: rows that are not finite give zero vectors, so that products with them stay
     finite (the forward has marked who sees them); and the largest finite |v| of each key, up to the key lengths, goes
-    to sizes_ptr (B, Hkv, Lk), that of each block of keys to block_sizes_ptr (B, Hkv, blocks). With NEXT, if rows see
-    all keys up to one of them, sizes are those of the keys of a block up to each.
+    to sizes_ptr (B, Hkv, Lk), that of each block of keys to block_sizes_ptr (B, Hkv, blocks). If rows see all keys
+    up to one of them, sizes are those of the keys of a block up to each. broken_ptr gets a 0.
     """
     program = tl.program_id(0)
     query_blocks = tl.cdiv(Lq, BLOCK)
@@ -47,6 +46,8 @@ def normalize_kernel(
     blocks = tl.cdiv(L, BLOCK)
     head, start = program // blocks, program % blocks * BLOCK
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    if FOR_BACKWARD and tl.program_id(0) == 0:
+        tl.store(broken_ptr, 0)
     if queries:
         x_ptr = q_ptr + b * q_stride_b + h * q_stride_h
         stride_l = tl.cast(q_stride_l, tl.int64)
@@ -76,7 +77,7 @@ def normalize_kernel(
         v = load_tile(v_ptr, start, key_stop, v_stride_l, offsets, columns, D, True).to(tl.float32)
         size = tl.max(tl.where(not_finite(v), 0.0, tl.abs(v)), 1)  # [BLOCK]
         known = size
-        if NEXT and not (WINDOWED or PACKED):  # rows see the first keys, up to one of them
+        if not (WINDOWED or PACKED):  # rows see the first keys, up to one of them
             known = tl.max(tl.where(offsets[:, None] >= offsets[None, :], size[None, :], 0.0), 1)
         tl.store(sizes_ptr + head.to(tl.int64) * Lk + start + offsets, known, mask=start + offsets < Lk)
         tl.store(block_sizes_ptr + head.to(tl.int64) * blocks + start // BLOCK, tl.max(size, 0))

@@ -22,6 +22,8 @@ from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
 
 ROW_ALIGNMENT = 128
+REPAIR_PROGRAMS = 128
+"""Programs of the launch that computes blocks again; it nearly always finds nothing to do."""
 LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors do not need the exponents of bfloat16: float16 copies round the scores eight times more finely."""
@@ -69,24 +71,24 @@ class _Call:
             "STEEP": p is not None and steep_rows(q.dtype, p),
         }
         self.row_stride = _row_stride(self.Lq)
-        self.host_tiles = switches.NEXT_KERNELS and key_lengths is None  # these end the keys of each sequence
+        self.host_tiles = key_lengths is None  # these end the keys of each sequence
 
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
 
     def normalize(
-        self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[Tensor, Tensor] | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, for_backward: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scaled unit queries and unit keys; for the backward also sizes of values (see the kernel)."""
+        """Scaled unit queries and unit keys; for the backward also sizes of values and a 0 (see the kernel)."""
         unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
         unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
         query_programs = self.B * self.Hq * ceil_div(self.Lq, VALUE_BLOCK.value)
         key_programs = self.B * self.Hkv * ceil_div(self.Lk, VALUE_BLOCK.value)
         arguments = (
-            q, k, v, unit_q, unit_k, *(sizes or (v, v)),
+            q, k, v, unit_q, unit_k, *(for_backward or (v, v, v)),
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, self.B, self.Hq, self.Hkv, *self.visibility,
         )  # fmt: skip
-        constants = {"FOR_BACKWARD": sizes is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4, **self.shape}
+        constants = {"FOR_BACKWARD": for_backward is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4, **self.shape}
         constants |= self.visibility_kind | self.gain_kind
         start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants)
         return unit_q, unit_k
@@ -208,7 +210,8 @@ def run_backward(
         q.new_empty((heads, call.Lk), dtype=torch.float32),
         q.new_empty((heads, ceil_div(call.Lk, VALUE_BLOCK.value)), dtype=torch.float32),
     )
-    unit_q, unit_k = call.normalize(q, k, v, sizes)
+    broken = q.new_empty(1, dtype=torch.int32)
+    unit_q, unit_k = call.normalize(q, k, v, (*sizes, broken))
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
     hopper = call.exact_queries and aligned and hopper_kernels(call.D, "backward")
     kernels = hopper or triton_backward
@@ -220,8 +223,9 @@ def run_backward(
         sizes, rows,
     )  # fmt: skip
     dk, dv = _key_gradient(
-        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed
-    )
+        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
+        broken,
+    )  # fmt: skip
     dgain = _zero_gain(q, gain)
     if gain is not None:
         by_head = passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)
@@ -256,8 +260,9 @@ def _query_gradient(
 
 def _key_gradient(
     call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], k: Tensor, unit_k: Tensor,
-    v: Tensor, do: Tensor, passed: _QueryPass,
+    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     arguments = (
         passed.queries, unit_k, v, do, k, dk, dv, passed.rows,
@@ -271,16 +276,21 @@ def _key_gradient(
         return ceil_div(call.Lk, tile.n) * call.B * call.Hkv
 
     def run(tile, tile_constants):
-        if switches.NEXT_KERNELS and gluon and passed.block_rows % tile.m:
+        if gluon and passed.block_rows % tile.m:
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         tiles, kind = _tile_arguments(name, call, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
         kind = kind if gluon else in_triton
-        start_kernel(kernel, programs(tile), (*arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
+        n = programs(tile)
+        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
 
     def repair(tile, tile_constants):
         kind = in_triton | {"REPAIR": True, "STEEP": False}
-        start_kernel(triton_backward.key_gradient_kernel, programs(tile), arguments, constants | kind | tile_constants)
+        n = programs(tile)
+        start_kernel(
+            triton_backward.key_gradient_kernel, min(n, REPAIR_PROGRAMS), (broken, n, *arguments),
+            constants | kind | tile_constants,
+        )  # fmt: skip
 
     launch(name, call.D, call.itemsize, aligned, run)
     launch("key_gradient", call.D, call.itemsize, False, repair)

@@ -11,13 +11,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from lssar import switches
-
 # Approximate PTX instructions are used on NVIDIA GPUs only; the interpreter and AMD use Triton's functions.
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 USE_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
-
-NEXT = tl.constexpr(switches.NEXT_KERNELS)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -183,13 +179,10 @@ def head_and_block(program, programs, blocks, together):
     """
     heads = programs // blocks
     groups = tl.cdiv(heads, tl.maximum(together, 1))
-    if NEXT:  # products of the two fit 32 bits
-        groups = tl.minimum(groups, tl.maximum((2**31 - 1) // heads - 1, 1))
-    else:
-        groups = groups.to(tl.int64)
+    groups = tl.minimum(groups, tl.maximum((2**31 - 1) // heads - 1, 1))  # products of the two fit 32 bits
     group = ((program // blocks + 1) * groups - 1) // heads
-    first = (group * heads // groups).to(tl.int32)
-    present = ((group + 1) * heads // groups).to(tl.int32) - first
+    first = group * heads // groups
+    present = (group + 1) * heads // groups - first
     within = program - first * blocks
     return first + within % present, within // present
 
@@ -218,18 +211,14 @@ def visible_keys(
 
 @triton.jit
 def keys_of_rows(
-    first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+    first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """For the M rows from first_row on: keys [lo, hi) that any of them sees, and [full_lo, full_hi) that all see. lo is
     rounded down to a multiple of TILE.
 
-    row_start, row_stop: visible_keys of the rows. Since bounds never decrease, the first and the last row tell, without
-    an exchange between warps.
+    Since bounds never decrease, the first and the last row tell, without an exchange between warps.
     """
-    if not NEXT:
-        lo = tl.min(row_start, 0) // TILE * TILE
-        return lo, tl.max(row_stop, 0), tl.max(row_start, 0), tl.min(row_stop, 0)
     lo, full_hi = visible_keys(
         first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
@@ -287,7 +276,7 @@ def rows_of_keys(
 def score_scale(n, LOG_D: tl.constexpr, PRECISE: tl.constexpr):
     """c_i * log2(e), c_i = log(d) * log(n_i): n is a float tensor of visible keys."""
     n = tl.maximum(n, 1.0)
-    return LOG_D * (tl.log2(n) if PRECISE or not NEXT else lg2(n))
+    return LOG_D * (tl.log2(n) if PRECISE else lg2(n))
 
 
 @triton.jit
@@ -455,52 +444,25 @@ def _norm_parts(x):
 
 
 @triton.jit
-def _divided_rows(x):
-    """Rows of x [M, D] (float32) as unit vectors, their largest entry and the norm after division by it.
-
-    |x| = largest * norm without overflow or underflow; a zero row gives a zero vector and largest = 0.
-    """
-    largest = tl.max(tl.abs(x), 1)  # [M]
-    scaled = x / tl.where(largest > 0, largest, 1.0)[:, None]
-    norm = tl.sqrt(tl.sum(scaled * scaled, 1))  # [M]
-    norm = tl.where(largest > 0, norm, 1.0)
-    return scaled / norm[:, None], largest, norm
-
-
-@triton.jit
 def unit_rows(x):
     """Rows of x [M, D] (float32) as unit vectors; a zero row gives a zero vector."""
-    if NEXT:
-        near, _, rest = _norm_parts(x)
-        return near * rest[:, None]
-    else:
-        return _divided_rows(x)[0]
+    near, _, rest = _norm_parts(x)
+    return near * rest[:, None]
 
 
 @triton.jit
 def inverse_norms(x):
     """1 / |x| of each row of x [M, D] (float32), 0 for a zero row."""
-    if NEXT:
-        _, scale, rest = _norm_parts(x)
-        return rest * scale
-    else:
-        _, largest, norm = _divided_rows(x)
-        return tl.where(largest > 0, 1.0 / norm / tl.where(largest > 0, largest, 1.0), 0.0)
+    _, scale, rest = _norm_parts(x)
+    return rest * scale
 
 
 @triton.jit
 def exact_unit_rows(x):
     """Rows of x [M, D] (float32) times a power of two that brings them near 1, which loses no bit of a bfloat16, and
     what to multiply that by for unit vectors, [M] (0 for a zero row)."""
-    if NEXT:
-        near, _, rest = _norm_parts(x)
-        return near, tl.where(rest > 0, rest, 0.0)
-    else:
-        _, largest, norm = _divided_rows(x)
-        exponent = tl.minimum(largest.to(tl.int32, bitcast=True) >> 23, 253)
-        scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^-floor(log2(largest))
-        length = largest * scale * norm
-        return x * scale[:, None], tl.where(length > 0, 1.0 / tl.where(length > 0, length, 1.0), 0.0)
+    near, _, rest = _norm_parts(x)
+    return near, tl.where(rest > 0, rest, 0.0)
 
 
 @triton.jit
@@ -528,13 +490,6 @@ def unit_rows_backward(grad_unit, x):
 @triton.jit
 def unit_rows_backward_and_radial(grad_unit, x):
     """unit_rows_backward, and the part u.g [M] of the gradient that the normalisation discards."""
-    if NEXT:
-        near, scale, rest = _norm_parts(x)
-        along = tl.sum(grad_unit * near, 1) * rest  # [M]
-        return (grad_unit - near * (along * rest)[:, None]) * rest[:, None] * scale[:, None], along
-    else:
-        unit, largest, norm = _divided_rows(x)
-        along = tl.sum(grad_unit * unit, 1)  # [M]
-        tangent = (grad_unit - unit * along[:, None]) / norm[:, None]
-        grad = tangent / tl.where(largest > 0, largest, 1.0)[:, None]
-        return tl.where((largest > 0)[:, None], grad, 0.0), along
+    near, scale, rest = _norm_parts(x)
+    along = tl.sum(grad_unit * near, 1) * rest  # [M]
+    return (grad_unit - near * (along * rest)[:, None]) * rest[:, None] * scale[:, None], along

@@ -49,12 +49,12 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    NEXT,
     exact_unit_rows,
     head_and_block,
     keep_visible,
     keys_of_rows,
     lane_sum,
+    not_finite,
     rows_of_keys,
     unit_rows_backward,
     visible_keys,
@@ -130,10 +130,10 @@ def _weight_and_ds(
     if MASKED:
         x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     scaled_dp = dp * factor - offset
-    if SHORT and NEXT:
+    if SHORT:
         weight, y, sigma = short_key_weights(x, slope, intercept, P)
     else:
-        weight, y, sigma = key_weights(x, slope, intercept, True, P, REWEIGHT, LOG_DEGREE, SHORT)
+        weight, y, sigma = key_weights(x, slope, intercept, False, P, REWEIGHT, LOG_DEGREE, False)
     if MASKED and REWEIGHT and not SHORT:  # in a flat row hidden keys have the weight of all others
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
     ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
@@ -192,7 +192,7 @@ def _weights_and_ds(
     M: gl.constexpr = x.shape[1]
     steep = _steep_block(row_values, M) if STEEP else False
     if (start < full_lo) | (start + M > full_hi):
-        if steep if NEXT else False:
+        if steep:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
                 element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, True,
@@ -263,9 +263,9 @@ def _key_sums(
     return dk, dv
 
 
-@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
+@gluon.jit(do_not_specialize=["Lq", "Lk", "window", "programs"])
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
+    broken_ptr, programs, q_ptr, k_ptr, v_ptr, do_ptr, raw_k_ptr, dk_ptr, dv_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
@@ -279,7 +279,7 @@ def key_gradient_kernel(
     """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
     registers straight into the products with dO and q."""
     blocks = gl.cdiv(Lk, BLOCK_N)
-    head_kv, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lq // (Hq // Hkv))
+    head_kv, block = head_and_block(gl.program_id(0), programs, blocks, CACHE // D // Lq // (Hq // Hkv))
     first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
     b, h_kv = head_kv // Hkv, head_kv % Hkv
     group = Hq // Hkv
@@ -346,6 +346,8 @@ def key_gradient_kernel(
     dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
     store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
     store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+    if not_finite(gl.sum(gl.sum(dv, 1), 0)):
+        gl.store(broken_ptr, 1)
     end_barriers(keys_ready)
     end_barriers(rows_ready)
 
@@ -367,7 +369,7 @@ def _gradient_terms(
     quarter_layout: gl.constexpr = xs[0].type.layout
     products = ()
     sigmas = ()
-    if SHORT and NEXT:
+    if SHORT:
         g_pairs = lane_max_of_pairs(pairs_of(xs[0])) * 0  # zeros [M, 4]
     for i in gl.static_range(4):
         x, dp = xs[i], dps[i]
@@ -375,19 +377,19 @@ def _gradient_terms(
             keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
             x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
             dp = keep_visible(dp, keys, row_start, row_stop, 0.0)  # v may not be finite
-        if SHORT and NEXT:
+        if SHORT:
             g, g_sigma, sigma = short_query_terms(x, dp, slope, intercept, unit_scale, delta, P)
             g_pairs = add_lanes_of_pairs(pairs_of(g), g_pairs)
         else:
             g, sigma = query_terms(
-                x, dp, slope, intercept, unit_scale, delta, True, P, REWEIGHT, LOG_DEGREE, SHORT
+                x, dp, slope, intercept, unit_scale, delta, False, P, REWEIGHT, LOG_DEGREE, False
             )  # fmt: skip
             if REWEIGHT:
                 g_lanes += lane_sum(g, M, N // 4)
             g_sigma = g * sigma
         products = products + (g_sigma.to(element),)
         sigmas = sigmas + (sigma.to(element),)
-    if SHORT and NEXT:
+    if SHORT:
         left, right = left_and_right(g_pairs)
         g_lanes += gl.convert_layout(left + right, g_lanes.type.layout)
     return (
@@ -412,7 +414,7 @@ def _query_sums(
     quarter = _quarters(nothing)[0]
     tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
     g_lanes = lane_sum(quarter, M, N // 4)
-    if STEEP and NEXT:
+    if STEEP:
         steep_slope, steep_intercept = short_line(slope, intercept)
         slope, intercept = gl.where(steep, steep_slope, slope), gl.where(steep, steep_intercept, intercept)
     slope = gl.convert_layout(slope, tile_row)[:, None]
@@ -437,7 +439,7 @@ def _query_sums(
         program_barrier()  # every warp is done with the stage before
         load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + N > full_hi):
-            if steep if NEXT else False:
+            if steep:
                 g_sigma, sigma, g_lanes = _gradient_terms(
                     x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
                     factor_layout, P, REWEIGHT, LOG_DEGREE, True, True,
@@ -523,7 +525,7 @@ def query_gradient_kernel(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )
     key_lo, key_hi, full_lo, full_hi = keys_of_rows(
-        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
         BLOCK_M, BLOCK_N,
     )  # fmt: skip
     steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)

@@ -388,7 +388,7 @@ def forward_kernel(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
     key_lo, key_hi, full_lo, full_hi = keys_of_rows(
-        first_row, row_start, row_stop, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
         BLOCK_M, BLOCK_N,
     )  # fmt: skip
     units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from lssar.ops.fused.primitives import NEXT, saturate
+from lssar.ops.fused.primitives import saturate
 
 # These names changed after Triton 3.6.
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -113,6 +113,6 @@ def store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.c
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, gl.SliceLayout(0, layout))
     pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    if not NEXT or ptr.dtype.element_ty == gl.float16:  # whose range a gradient may leave
+    if ptr.dtype.element_ty == gl.float16:  # whose range a gradient may leave
         value = saturate(value, ptr.dtype.element_ty)
     gl.store(pointers, value.to(ptr.dtype.element_ty), mask=(rows < stop)[:, None])
