@@ -10,9 +10,9 @@ from lssar.data.folder import write_stdlib
 from lssar.evaluation.long import far_multiples, joined_pieces
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, mixed_claims, report
 from lssar.experiments.evaluations import HeldOut, Length, Retrieval
-from lssar.experiments.larger import FIXED, RAISED, budget_label
+from lssar.experiments.larger import FIXED, LARGE, RAISED, budget_label
 from lssar.experiments.mixed_claims import MIXED_CLAIMS, Mixed
-from lssar.experiments.rules import Missing, Tables
+from lssar.experiments.rules import Missing, Tables, more_accurate
 from lssar.model import GPT
 from tests.experiments.reproduce import reproduce
 
@@ -102,7 +102,7 @@ def test_differences_are_measured_against_the_spread_over_seeds():
     assert mixed.lower_loss("b", "a", 1) == -1
     assert mixed.lower_loss("a", "c", 1) == 0
     assert mixed.lower_loss("a", "d", 1) == 1  # one seed: the deviation of the others
-    assert len({claim.name for claim in MIXED_CLAIMS}) == 6
+    assert len({claim.name for claim in MIXED_CLAIMS}) == 8
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,40 @@ def test_the_largest_budget_decides_whether_lssar_reaches_softmax(fixed, anneale
     assert found.verdict == verdict and "2x the tokens" in found.evidence and "4x" not in found.evidence
     with pytest.raises(Missing):  # a larger budget of one of them decides nothing
         mixed_claims.reaches_softmax(Tables({"budget": {"rows": list(rows(1, fixed=0.0, annealed=0.0))}}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "needles", "verdict"),
+    [((3.9, 3.9), 0.9, "holds"), ((3.9, 4.0), 0.9, "holds in part"), ((4.1, 4.2), 0.5, "does not hold")],
+)
+def test_larger_models_are_judged_as_small_ones(loss, needles, verdict):
+    def row(label, near, far, passkey, needles):
+        yield {
+            "label": label, "main": True, "evaluation": "length-64x", "loss": {"1": {"mean": near}, "64": {"mean": far}}
+        }  # fmt: skip
+        for task, rate in (("passkey", passkey), ("needles", needles)):
+            yield {"label": label, "main": False, "evaluation": f"{task}-64x-q40", "rate": {"64": {"rate": rate}}}
+
+    uniform, *mixed = (label for label, *_ in LARGE)
+    rows = [*row(uniform, 4.0, 5.0, 0.0, 0.0), *row(mixed[0], *loss, needles + 0.05, needles)]
+    with pytest.raises(Missing, match="LSSAR"):
+        mixed_claims.as_good_when_larger(Tables({"larger": {"rows": rows}}))
+    rows += row(mixed[1], 4.1, 4.2, 0.1, 0.1)
+    assert mixed_claims.as_good_when_larger(Tables({"larger": {"rows": rows}})).verdict == verdict
+
+
+def test_accuracy_counts_where_a_model_is_above_chance():
+    def row(label, blimp, sciq):
+        tasks = {"blimp": (blimp, 0.5), "sciq": (sciq, 0.25)}
+        accuracy = {task: {"mean": mean, "chance": chance, "stderr": 0.01} for task, (mean, chance) in tasks.items()}
+        return {"label": label, "main": True, "accuracy": accuracy}
+
+    def verdict(ours, theirs):
+        tables = Tables({"downstream": {"rows": [row("a", *ours), row("b", *theirs)]}})
+        return more_accurate(tables, "downstream", "a", "b", ("blimp", "sciq")).verdict
+
+    assert verdict((0.62, 0.26), (0.60, 0.25)) == "holds"  # nothing is learned of sciq
+    assert verdict((0.62, 0.30), (0.60, 0.30)) == "holds in part"
+    assert verdict((0.60, 0.25), (0.60, 0.25)) == "does not hold"
+    with pytest.raises(Missing):
+        verdict((0.51, 0.25), (0.50, 0.25))

@@ -11,9 +11,9 @@ import math
 import statistics
 from typing import Any
 
-from lssar.experiments.larger import BUDGETS, RAISED, SOFTMAX, budget_label
+from lssar.experiments.larger import BUDGETS, LARGE, RAISED, SOFTMAX, budget_label
 from lssar.experiments.larger import FIXED as FIXED_EVERYWHERE
-from lssar.experiments.rules import Claim, Finding, Missing, Tables, Verdict, grade
+from lssar.experiments.rules import Claim, Finding, Missing, Tables, Verdict, grade, more_accurate
 
 UNIFORM = "uniform softmax"
 LSSAR, DIVIDED = "mixed, LSSAR annealed", "mixed, LSSA + LSSAR annealed"
@@ -179,6 +179,29 @@ def reaches_softmax(t: Tables) -> Finding:
     return Finding(verdict, "loss at 1x above softmax's: " + "; ".join(parts))
 
 
+def as_good_when_larger(t: Tables) -> Finding:
+    """m1 to m3 for the models of 124M, as far as these are evaluated."""
+    uniform, *mixed = (label for label, *_ in LARGE)
+    reference = t.loss("larger", uniform)
+    outcomes, parts = [], [f"{uniform} {reference:.3f} at 1x"]
+    for label in mixed:
+        near, far = t.loss("larger", label), t.loss("larger", label, 64)
+        rates = {task: _rate_when_larger(t, label, task) for task in ("passkey", "needles")}
+        outcomes.append([near < reference, far <= near, rates["passkey"] >= PASSKEY, rates["needles"] >= NEEDLES])
+        found = ", ".join(f"{task} {rate:.2f}" for task, rate in rates.items())
+        parts.append(f"{label} {near:.3f} at 1x, {far:.3f} at 64x, {found} at 64x")
+    every = [outcome for row in outcomes for outcome in row]
+    verdict: Verdict = "holds" if any(map(all, outcomes)) else "holds in part" if any(every) else "does not hold"
+    return Finding(verdict, "; ".join(parts))
+
+
+def _rate_when_larger(t: Tables, label: str, task: str) -> float:
+    for row in t.tables.get("larger", {}).get("rows", []):
+        if row["label"] == label and row["evaluation"].startswith(task) and "64" in row["rate"]:
+            return row["rate"]["64"]["rate"]
+    raise Missing(f"larger: {task}, {label} at 64x")
+
+
 def _claim(name: str, text: str, rule: str, decide: Any) -> Claim:
     return Claim(name, text, "not in the paper", rule, ("mixed",), decide, page="results-mixed")
 
@@ -215,5 +238,20 @@ MIXED_CLAIMS: tuple[Claim, ...] = (
         "m6", "With more tokens LSSAR in every layer reaches softmax's loss at the training length", "not in the paper",
         f"at the largest budget, LSSAR with p = 15 and LSSAR annealed are at most {NEAR} nats above softmax at 1x; in "
         "part: one of them", ("budget",), reaches_softmax, page="results-mixed",
+    ),
+    Claim(
+        "m7", "What mixed layouts gain in a small model, they gain at 124M", "not in the paper",
+        f"one mixed row has a lower loss at 1x than uniform softmax, a loss at 64x not above 1x, and at least "
+        f"{PASSKEY:.0%} of the passkeys and {NEEDLES:.0%} of the needles at 64x; in part: some of it; one seed",
+        ("larger",), as_good_when_larger, page="results-mixed",
+    ),
+    Claim(
+        "m8", "At 124M LSSAR in the global layers is better than uniform softmax in zero-shot benchmarks",
+        "paper, later versions, for LSSAR in all layers",
+        "of ARC-E, HellaSwag, PIQA, SciQ and BLiMP, those on which either is two standard errors above chance: LSSAR "
+        "is more than one standard error above softmax in each; in part: in some; one seed", ("larger-downstream",),
+        lambda t: more_accurate(
+            t, "larger-downstream", LARGE[2][0], LARGE[0][0], ("arc_easy", "hellaswag", "piqa", "sciq", "blimp")
+        ), page="results-mixed",
     ),
 )  # fmt: skip

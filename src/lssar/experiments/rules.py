@@ -55,6 +55,22 @@ def grade(good: int, of: int) -> Verdict:
     return "holds" if good == of else "holds in part" if good else "does not hold"
 
 
+def more_accurate(t: Tables, experiment: str, ours: str, theirs: str, tasks: tuple[str, ...]) -> Finding:
+    """Whether ours is more than one standard error above theirs in those tasks on which one of the two is above chance
+    by two standard errors."""
+    accuracy = [t.line(experiment, label)["accuracy"] for label in (ours, theirs)]
+    learned = [
+        task for task in tasks if max(a[task]["mean"] - a[task]["chance"] - 2 * a[task]["stderr"] for a in accuracy) > 0
+    ]
+    if not learned:
+        raise Missing(f"{experiment}: a model that is above chance in one of {', '.join(tasks)}")
+    good = sum(a["mean"] > b["mean"] + b["stderr"] for a, b in ([x[task] for x in accuracy] for task in learned))
+    parts = [
+        f"{task}: {ours} {accuracy[0][task]['mean']:.3f}, {theirs} {accuracy[1][task]['mean']:.3f}" for task in learned
+    ]
+    return Finding(grade(good, len(learned)), "; ".join(parts))
+
+
 def show(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "diverged"
 
