@@ -83,7 +83,7 @@ class Program:
     written: list[np.ndarray] = field(default_factory=list)
     """Written by threads since then: other warps may not see it yet."""
     not_fenced: list[np.ndarray] = field(default_factory=list)
-    """Written by threads and not yet visible to tensor cores."""
+    """Written by threads and not yet visible to tensor cores and copies."""
 
     def check_read(self, array: np.ndarray, by_tensor_cores: bool) -> None:
         arriving = [*self.copies, *(copy for group in self.groups for copy in group)]
@@ -247,6 +247,7 @@ def _barrier_of(shared: Shared) -> Barrier:
 def barrier_init(shared: Shared, count: int) -> None:
     assert _int(count) == 1
     PROGRAM.barriers[shared.array.__array_interface__["data"][0]] = Barrier()
+    PROGRAM.not_fenced.append(shared.array)
 
 
 def barrier_invalidate(shared: Shared) -> None:
@@ -312,6 +313,8 @@ def tile_load(tiles: Tiles, start, barrier: Shared, to: Shared, pred=True) -> No
     PROGRAM.check_write(to.array)
     if to.array.nbytes != tiles.block_type.nbytes:
         raise Fault(f"a tile of {tiles.block_type.nbytes} bytes in a place for {to.array.nbytes}")
+    if any(np.may_share_memory(barrier.array, other) for other in PROGRAM.not_fenced):
+        raise Fault("a copy without a fence after its barrier was initialised")
     start = [_int(i) for i in start]
     PROGRAM.copies.append(Copy(to.array, lambda: tiles.values(start), _barrier_of(barrier)))
 

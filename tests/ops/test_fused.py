@@ -318,6 +318,18 @@ def test_gpu_grid(dtype, D):
             compare(q, k, v, do, p=p, note=f"L {L} p {p}", few_keys=L <= 4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_gpu_many_calls(D):
+    """Faults in the order of copies and barriers may show in one call of thousands only."""
+    draw = lambda: torch.randn(16, 1024, 12, D, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2)  # noqa: E731
+    x, do = tuple(draw().requires_grad_() for _ in range(3)), draw()
+    for p in (15, 7):
+        for _ in range(2000):
+            got = torch.autograd.grad(fused_attention(*x, p=p, causal=True), x, do)
+        assert all(part.isfinite().all() for part in got)
+
+
 LONG_VIEWS = {
     **{name: view for name, view in VIEWS.items() if "pack" not in name},
     "window": {"window": 100},

@@ -98,6 +98,7 @@ def test_gain_and_the_largest_values(hopper):
         ("forward", "program_barrier", "overwritten while it may be in use"),
         ("backward", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
         ("backward", "fence_async_shared", "without a fence"),
+        ("memory", "fence_async_shared", "without a fence after its barrier"),
         ("forward", "end_barriers", "without end_barriers"),
         ("backward", "announce_pair", "not asked for"),
         ("forward", "load_tile", "not asked for"),

@@ -182,35 +182,49 @@ def _weights_and_ds_by_quarters(
 
 
 @gluon.jit
-def _weights_and_ds(
-    x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
-    doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
+def _weights_and_ds_if_steep(
+    x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+    element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """_weights_and_ds_by_quarters with a mask where a row of the tile does not see all keys, and short if steep."""
-    M: gl.constexpr = x.shape[1]
-    steep = _steep_block(row_values, M) if STEEP else False
-    if (start < full_lo) | (start + M > full_hi):
-        if steep:
+    """_weights_and_ds_by_quarters, short if all rows of the tile are steep."""
+    if STEEP:
+        if _steep_block(row_values, x.shape[1]):
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, True,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True,
             )  # fmt: skip
         else:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, False,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
             )  # fmt: skip
-    elif steep:
-        weight, ds = _weights_and_ds_by_quarters(
-            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, True,
-        )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, False,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
+        )  # fmt: skip
+    return weight, ds
+
+
+@gluon.jit
+def _weights_and_ds(
+    x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
+    doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+):  # fmt: skip
+    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys."""
+    if (start < full_lo) | (start + x.shape[1] > full_hi):
+        weight, ds = _weights_and_ds_if_steep(
+            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP,
+        )  # fmt: skip
+    else:
+        weight, ds = _weights_and_ds_if_steep(
+            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP,
         )  # fmt: skip
     return weight, ds
 
@@ -220,7 +234,7 @@ def _key_sums(
     dk, dv, k, v, key_scale, q_tiles, q_ring, do_tiles, do_ring, rows_ready, row_values, row_stride, row_plane,
     values_ring, before, steps, row_lo, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
     doc_stop_ptr, nothing, sum_layout: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
-    PACKED: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP,
+    PACKED: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk [N, D] + ds^T q, dv [N, D] + P^T dO over the rows of one query head; `before`: steps of the heads before."""
@@ -400,6 +414,32 @@ def _gradient_terms(
 
 
 @gluon.jit
+def _gradient_terms_if_steep(
+    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep,
+    element: gl.constexpr, layout: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
+):  # fmt: skip
+    """_gradient_terms, short if steep."""
+    if STEEP:
+        if steep:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True,
+            )  # fmt: skip
+        else:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, False,
+            )  # fmt: skip
+    else:
+        g_sigma, sigma, g_lanes = _gradient_terms(
+            x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
+            P, REWEIGHT, LOG_DEGREE, MASKED, False,
+        )  # fmt: skip
+    return g_sigma, sigma, g_lanes
+
+
+@gluon.jit
 def _query_sums(
     q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
     delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
@@ -439,25 +479,14 @@ def _query_sums(
         program_barrier()  # every warp is done with the stage before
         load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + N > full_hi):
-            if steep:
-                g_sigma, sigma, g_lanes = _gradient_terms(
-                    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
-                    factor_layout, P, REWEIGHT, LOG_DEGREE, True, True,
-                )  # fmt: skip
-            else:
-                g_sigma, sigma, g_lanes = _gradient_terms(
-                    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
-                    factor_layout, P, REWEIGHT, LOG_DEGREE, True, False,
-                )  # fmt: skip
-        elif steep:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
-                factor_layout, P, REWEIGHT, LOG_DEGREE, False, True,
+            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
+                factor_layout, P, REWEIGHT, LOG_DEGREE, True, STEEP,
             )  # fmt: skip
         else:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element,
-                factor_layout, P, REWEIGHT, LOG_DEGREE, False, False,
+            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
+                factor_layout, P, REWEIGHT, LOG_DEGREE, False, STEEP,
             )  # fmt: skip
         gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
         if REWEIGHT:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from lssar.ops.fused.primitives import saturate
 
@@ -28,6 +28,7 @@ def tile_barriers(STAGES: gl.constexpr):
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.index(stage), count=1)
+    fence_async_shared()  # the copies that arrive at a barrier must not come before its start
     return barriers
 
 
