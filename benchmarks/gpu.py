@@ -53,7 +53,10 @@ DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cac
 
 JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
-    tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
+    tests(
+        "new", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
+        "tests/ops/test_linear.py",
+    ),
     Job("parts", PARTS, 60),
     Job("parts-next", PARTS, 60, NEXT),
     Job("check-next", "benchmarks/fused_lab.py check", 90, NEXT),
