@@ -51,7 +51,10 @@ DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cac
 
 JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
-    tests("new", 120, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py"),
+    tests(
+        "new", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
+        "tests/ops/test_linear.py",
+    ),
     Job("parts", PARTS, 60),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
     Job("mixed-decode", "benchmarks/mixed_model.py decode --compiled --out OUT/CARD-mixed-decode.json", 120),

@@ -156,7 +156,7 @@ def fixed_length_sdpa(length: int) -> Callable[..., Tensor]:
 
 def next_logits(model: GPT, cache: Cache, attend: Callable[..., Tensor] | None, ids: Tensor) -> Tensor:
     if attend is None:
-        return model.logits(model.hidden(ids, cache))[:, -1]
+        return model.next_logits(ids, cache)
     at = cache.layers[0].at
     assert at is not None
     layers: list[LayerCache] = cache.layers

@@ -24,6 +24,7 @@ from lssar.nn import (
     Positions,
     Projection,
     alibi_slopes,
+    fused_linear,
     ntk_base,
     rotary_angles,
     token_positions,
@@ -227,17 +228,18 @@ class Block(nn.Module):
             W, config.heads, layer, key_heads=config.key_heads, rope_base=config.rope_base,
             projection=config.projection, ranks=config.tpa_ranks, bias=config.bias,
         )  # fmt: skip
-        self.gated = config.mlp == "swiglu"
-        self.up = nn.Linear(W, config.mlp_ratio * W * (1 + self.gated), bias=config.bias)
+        self.activation = config.mlp
+        self.up = nn.Linear(W, config.mlp_ratio * W * (2 if config.mlp == "swiglu" else 1), bias=config.bias)
         self.down = nn.Linear(config.mlp_ratio * W, W, bias=config.bias)
 
     def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), positions, cache)
-        hidden = self.up(self.norm2(x))
-        if self.gated:
-            gate, hidden = hidden.chunk(2, -1)
-            return x + self.down(F.silu(gate) * hidden)
-        return x + self.down(F.gelu(hidden, approximate="tanh"))
+        step = cache is not None and cache.stepping
+        if step:
+            x = self.attention(x, positions, cache, norm=self.norm1, residual=x)
+        else:
+            x = x + self.attention(self.norm1(x), positions, cache)
+        hidden = fused_linear(x, self.up, norm=self.norm2, activation=self.activation, step=step)
+        return fused_linear(hidden, self.down, residual=x, step=step)
 
 
 @dataclass
@@ -359,10 +361,16 @@ class GPT(nn.Module):
         recompute: Callable[..., Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Embeddings (B, L, W) through all blocks and the last norm; `recompute` calls a block with checkpointing."""
+        return self.norm(self._through_blocks(x, positions, caches, recompute))
+
+    def _through_blocks(
+        self, x: Tensor, positions: Positions, caches: Sequence[LayerCache] | None = None,
+        recompute: Callable[..., Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         for index, block in enumerate(self.blocks):
             cache = caches[index] if caches is not None else None
             x = block(x, positions, cache) if recompute is None else recompute(block, x, positions, cache)
-        return self.norm(x)
+        return x
 
     def _positions(self, x: Tensor, cache: Cache | None, cu_seqlens: Tensor | None) -> Positions:
         rows, start = x.shape[1], cache.length if cache is not None else 0
@@ -438,7 +446,7 @@ class GPT(nn.Module):
     ) -> Iterator[Tensor]:  # fmt: skip
         """Yield `tokens` next ids (B,), one at a time, through the cache; temperature 0 is greedy."""
         cache = self.new_cache(ids.shape[1] + tokens)
-        step: Callable[[Tensor], Tensor] = partial(self._next_logits, cache=cache)
+        step: Callable[[Tensor], Tensor] = partial(self.next_logits, cache=cache)
         for made in range(tokens):
             logits = step(ids).float()
             ids = sample(logits, temperature, top_k, generator)[:, None]
@@ -446,13 +454,18 @@ class GPT(nn.Module):
             if made == 0 and ids.is_cuda and tokens >= GRAPH_FROM and self._has_decode_kernels():
                 step = DecodeStep(step, cache.layers)
 
+    def next_logits(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Add the tokens (B, L) to the cache and return the logits (B, V) of the next ones; for a `DecodeStep` too."""
+        if not cache.layers[0].stepping:
+            return self.logits(self.prefill(ids, cache))
+        x = self.embed(ids)
+        x = self._through_blocks(x, self._positions(x, cache, None), cache.layers)
+        return fused_linear(x, self.embed, norm=self.norm, step=True)[:, -1, : self.config.vocab_size]
+
     def _has_decode_kernels(self) -> bool:
         """Whether a decode step runs without the host knowing its position, as a CUDA graph needs it."""
         specs = [spec for block in self.layers() for spec in block.attention.specs]
         return "alibi" not in self.position_kinds and all(fused.has_decode(s, self.config.head_size) for s in specs)
-
-    def _next_logits(self, ids: Tensor, cache: Cache) -> Tensor:
-        return self.logits(self.prefill(ids, cache))
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -17,13 +17,13 @@ TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
         "gain_ptr",
     ),
     "*i32": ("broken_ptr", "key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
-    "fp32": ("exponent",),
+    "fp32": ("exponent", "eps"),
 }  # fmt: skip
 
 
 def compile_kernel(module: str, kernel: str, constants: dict[str, Any], cache: Path, **types: str) -> dict[str, Any]:
-    """Bytes of shared memory, numbers of asynchronous products and of barriers that are not ended, and `overwritten`
-    tiles of the compiled kernel."""
+    """Bytes of shared memory, numbers of asynchronous products and of barriers that are not ended, `overwritten` tiles,
+    and loads before and after the wait for the previous kernel, of the compiled kernel."""
     words = module, kernel, json.dumps(constants), json.dumps(types)
     return outside_the_interpreter("tests.ops.compile_for_hopper", *words, cache=cache)
 
@@ -77,9 +77,11 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     products = made.asm["ptx"].count("wgmma.mma_async")
     ttgir = made.asm["ttgir"]
+    before, _, after = made.asm["ptx"].partition("griddepcontrol.wait")
     found = {
         "shared": made.metadata.shared, "wgmma": products, "overwritten": overwritten(ttgir),
         "barriers left": ttgir.count("ttng.init_barrier") - ttgir.count("ttng.inval_barrier"),
+        "loads": [text.count("ld.global") for text in (before, after)],
     }  # fmt: skip
     print(json.dumps(found))
 

@@ -17,6 +17,7 @@ import lssar
 from tests.ops.compile_for_hopper import compile_kernel, overwritten
 
 pytest.importorskip("triton")
+from lssar.ops.fused.linear import Plan
 from lssar.ops.fused.loss import BLOCK, WARPS
 from lssar.ops.fused.tiles import HOPPER, WINDOW_KINDS, WINDOW_PARTS, Tile
 from lssar.ops.fused.window_op import _mechanism
@@ -151,6 +152,48 @@ def test_loss(kernel, tmp_path):
     fp32 = dict.fromkeys(("loss_ptr", "norm_ptr", "gradient_ptr"), "*fp32")
     constants = {"BLOCK": BLOCK, "warps": WARPS}
     compile_kernel("lssar.ops.fused.loss", kernel, constants, tmp_path, targets_ptr="*i64", **fp32)
+
+
+@pytest.mark.parametrize(
+    ("K", "norm", "activation", "rows", "plan"),
+    [
+        (768, "layer", "gelu", 1, (8, 1024)),
+        (3072, "none", "none", 1, (2, 4096)),
+        (768, "layer", "gelu", 16, (16, 256)),
+        pytest.param(2048, "rms", "swiglu", 1, (4, 2048), marks=pytest.mark.slow),
+        pytest.param(8192, "none", "none", 1, (4, 4096), marks=pytest.mark.slow),
+        pytest.param(2048, "rms", "swiglu", 16, (16, 128), marks=pytest.mark.slow),
+    ],
+)
+def test_linear_layer_of_a_step(K, norm, activation, rows, plan, tmp_path):
+    """With one row, all weights of a tile are asked for before the wait for the previous kernel, and x after it."""
+    constants = {
+        "NORM": norm, "ACTIVATION": activation, "HAS_BIAS": True, "HAS_SHIFT": norm == "layer", "HAS_RESIDUAL": True,
+        "K": K, "M": rows, "BLOCK_N": plan[0], "BLOCK_K": plan[1], "STAGES": Plan.stages, "DOT": "tf32",
+        "AHEAD": True, "warps": Plan.warps,
+    }  # fmt: skip
+    made = compile_kernel("lssar.ops.fused.linear", "linear_kernel", constants, tmp_path)
+    assert made["shared"] <= (1024 if rows == 1 else 99 * 1024)  # as much as small cards have
+    before, after = made["loads"]
+    assert before >= plan[0] * plan[1] / (8 * 32 * Plan.warps) and after > 0
+
+
+@pytest.mark.parametrize("kernel", ["split_kernel", "combine_kernel", "append_kernel"])
+def test_decode_of_softmax(kernel, tmp_path):
+    """Nothing is read before the previous kernel has ended."""
+    constants = {
+        "split_kernel": {
+            "COSINE": False, "LOG_N": False, "SCALE": 0.125, "SMALL": 2.0**-12, "GROUP": 1, "HAS_GAIN": False, "D": 64,
+            "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "DOT": "tf32", "NORMS": "product", "WHOLE": True,
+            "BLOCK_M": 16, "BLOCK_N": 64, "REPEAT": 16, "STAGES": 3,
+        },
+        "combine_kernel": {"COSINE": False, "D": 64, "BLOCK_D": 32, "BLOCK_SPLITS": 64},
+        "append_kernel": {"ROTATE": True, "D": 64, "BLOCK": 32},
+    }[kernel] | {"AHEAD": True, "warps": 1 if kernel == "append_kernel" else 4}  # fmt: skip
+    fp32 = dict.fromkeys(("part_ptr", "o_part_ptr", "cos_ptr", "sin_ptr"), "*fp32")
+    types = {**fp32, "lengths_ptr": "*i32", "table_ptr": "*i32", "at_ptr": "*i64"}
+    made = compile_kernel("lssar.ops.fused.decode_softmax", kernel, constants, tmp_path, **types)
+    assert made["loads"][0] == 0 and made["loads"][1] > 0
 
 
 @pytest.mark.slow

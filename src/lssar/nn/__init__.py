@@ -2,6 +2,7 @@
 
 from lssar.nn.cache import LayerCache, LayerSnapshot
 from lssar.nn.layers import Attention, layer_config
+from lssar.nn.linear import fused_linear
 from lssar.nn.multihead import MultiheadAttention
 from lssar.nn.positions import (
     ALIBI_ROOM,
@@ -31,6 +32,7 @@ __all__ = [
     "TensorProductProjection",
     "add_alibi",
     "alibi_slopes",
+    "fused_linear",
     "layer_config",
     "narrower",
     "ntk_base",

@@ -46,6 +46,11 @@ class LayerCache:
         """Tokens that it can keep."""
         return self.room if self.window is None else min(self.window, self.room)
 
+    @property
+    def stepping(self) -> bool:
+        """Whether a decode step is under way."""
+        return self.at is not None
+
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Add the tokens of this call (dimension 2) and return all that its rows may see."""
         if self.at is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lssar.nn.cache import LayerCache
+from lssar.nn.linear import fused_linear
 from lssar.nn.positions import Angles, rotate
 from lssar.ops import fused
 
@@ -41,9 +42,13 @@ class PlainProjection(nn.Module):
         self.sizes = [heads * config.head_size for heads in (config.heads, config.key_heads, config.key_heads)]
         self.qkv = nn.Linear(config.width, sum(self.sizes), bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, angles: Angles | None, cache: LayerCache | None, norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of norm(x)."""
         B, L, _ = x.shape
-        parts = self.qkv(x).split(self.sizes, -1)
+        step = cache is not None and cache.stepping
+        parts = fused_linear(x, self.qkv, norm=norm, step=step).split(self.sizes, -1)
         q, k, v = (part.view(B, L, -1, self.config.head_size).transpose(1, 2) for part in parts)
         if cache is not None and cache.at is not None and x.is_cuda and fused.HAS_TRITON and q.shape[-1] % 2 == 0:
             kept_k, kept_v = cache.tensors
@@ -70,11 +75,15 @@ class TensorProductProjection(nn.Module):
         self.sizes = [rank * size for rank in config.ranks for size in (config.heads, config.head_size)]
         self.factors = nn.Linear(config.width, sum(self.sizes), bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Angles | None, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, angles: Angles | None, cache: LayerCache | None, norm: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of norm(x)."""
         B, L, _ = x.shape
+        factors = fused_linear(x, self.factors, norm=norm, step=cache is not None and cache.stepping)
         aq, bq, ak, bk, av, bv = (
             part.view(B, L, rank, -1).transpose(1, 2)  # (B, rank, L, heads or head size)
-            for part, rank in zip(self.factors(x).split(self.sizes, -1), (r for r in self.config.ranks for _ in "ab"))
+            for part, rank in zip(factors.split(self.sizes, -1), (r for r in self.config.ranks for _ in "ab"))
         )
         if angles is not None:
             bq, bk = rotate(bq, angles), rotate(bk, angles)

@@ -1,4 +1,5 @@
-"""Fused kernels: LSSA and LSSAR (forward, backward, decode), and activations over a divisor (forward, backward).
+"""Fused kernels: LSSA and LSSAR (forward, backward, decode), activations over a divisor (forward, backward), and the
+linear layers of a decode step with what is between them.
 
 Importing this needs neither a GPU nor Triton. The kernels are imported on first use, so that TRITON_INTERPRET=1 may
 still be set after `import lssar`.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from torch import Tensor
 from lssar.ops.numerics import in_range, unit
 
 __all__ = [
-    "activation_attention", "append_token", "fused_attention", "fused_decode", "scaled_unit", "softmax_decode",
-    "why_not", "window_attention",
+    "activation_attention", "append_token", "fused_attention", "fused_decode", "scaled_unit", "small_linear",
+    "softmax_decode", "why_not", "window_attention",
 ]  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -262,3 +263,27 @@ def scaled_unit(x: Tensor, scale: float, log_n: bool, first_n: int, step: int) -
     if x.shape[0] > LARGEST_BATCH:
         return torch.cat([unit_op(part, scale, log_n, first_n, step) for part in x.split(LARGEST_BATCH)])
     return unit_op(x, scale, log_n, first_n, step)
+
+
+def has_small_linear(x: Tensor) -> bool:
+    """Whether small_linear takes x (..., K) as input: a few rows on a GPU."""
+    return HAS_TRITON and x.is_cuda and x.dtype in DTYPES and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
+
+
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    norm: Literal["none", "layer", "rms"] = "none", norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None, eps: float = 1e-5, activation: Literal["none", "gelu", "swiglu"] = "none",
+    ahead: bool = False,
+) -> Tensor:  # fmt: skip
+    """activation(norm(x) W^T + bias) + residual in one launch, for up to FEW_ROWS rows of x (..., K).
+
+    W (N, K); with activation "swiglu" (2 N, K), of which the first N rows are the gate's; "gelu" is that by tanh.
+    norm_weight (K,) goes with a norm, norm_bias with a layer norm that has one. All tensors have one dtype. The
+    normalised x is rounded to it, as by a norm of its own; what follows the product stays in float32 until the end.
+    ahead: the weights may be read before kernels that were launched earlier have ended, because none of them that may
+    still run writes weights. No gradient, no host synchronisation: fit for CUDA graphs.
+    """
+    from lssar.ops.fused.linear import linear_op
+
+    return linear_op(x, weight, bias, residual, norm_weight, norm_bias, norm, eps, activation, ahead)

@@ -350,6 +350,11 @@ def combine_kernel(
     tl.store(o_ptr + at + columns, saturate(o, o_ptr.dtype.element_ty), mask=columns < D)
 
 
+def can_overlap(x: Tensor) -> bool:
+    """Whether a kernel's programs may start before the previous kernel has ended."""
+    return x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the work of a call is divided; `plan_for` chooses, benchmarks try others."""
@@ -411,7 +416,7 @@ def plan_for(
         tile_bytes = tiles * stages * block * block_d * q.element_size()
         splits = choose_splits(programs, length, tile_bytes, registers, processors, shared_memory)
     if ahead is None:
-        ahead = q.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(q.device)[0] >= 9
+        ahead = can_overlap(q)
     return Plan(splits, warps, norms, ahead, block, stages)
 
 

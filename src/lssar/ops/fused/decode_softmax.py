@@ -20,6 +20,7 @@ from torch import Tensor
 from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.decode import (
     cache_of,
+    can_overlap,
     key_offsets,
     let_next_begin,
     plan_for,
@@ -97,6 +98,7 @@ def split_kernel(
 ):  # fmt: skip
     """WHOLE: there is one split, whose output is final."""
     let_next_begin(AHEAD)
+    wait_for_last(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
     length = tl.minimum(tl.load(lengths_ptr + b), Lk) if HAS_LENGTHS else Lk
@@ -155,6 +157,7 @@ def combine_kernel(
     COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program a query head and BLOCK_D columns."""
+    let_next_begin(AHEAD)
     row = tl.program_id(0)  # b * Hq + h
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -182,9 +185,11 @@ def append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, at_ptr,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h, out_stride_b, out_stride_h,
     k_cache_stride_b, k_cache_stride_h, k_cache_stride_l, v_cache_stride_b, v_cache_stride_h, v_cache_stride_l,
-    Hq, Hkv, size, ROTATE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    Hq, Hkv, size, ROTATE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program a head of q, k or v: its vector, rotated if it is of q or k, to the output or to its slot."""
+    let_next_begin(AHEAD)
+    wait_for_last(AHEAD)
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half = tl.arange(0, BLOCK)
     mask = half < D // 2
@@ -242,7 +247,7 @@ def decode(
     parts = q.new_empty(0 if whole else (PLANES, B * Hq, splits), dtype=torch.float32)
     counts = q if lengths is None else lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
     gains = q if gain is None else gain.float().contiguous()
-    ahead = how.ahead and not whole
+    overlap: dict[str, Any] = {"AHEAD": how.ahead, **({"launch_pdl": True} if how.ahead else {})}
     arguments: tuple[Any, ...] = (
         q, k_cache, v_cache, o_parts, parts, counts, cache.table, gains, *q.stride()[:2], *cache.k_strides,
         *cache.v_strides, *o.stride()[:2], cache.table_stride, cache.heads, cache.length, split_length, splits,
@@ -252,17 +257,17 @@ def decode(
     more = {
         "GROUP": group, "HAS_GAIN": gain is not None, "HAS_LENGTHS": lengths is not None, "PAGE": cache.page,
         "NORMS": how.norms, "WHOLE": whole, "BLOCK_M": block_m, "BLOCK_N": how.block,
-        "REPEAT": block_m // power_of_two(group), "STAGES": how.stages, "AHEAD": ahead, "num_warps": how.warps,
+        "REPEAT": block_m // power_of_two(group), "STAGES": how.stages, "num_warps": how.warps,
     }  # fmt: skip
-    start_kernel(split_kernel, grid, arguments, constants | more)
+    start_kernel(split_kernel, grid, arguments, constants | more | overlap)
     if not whole:
         columns = min(constants["BLOCK_D"], 32)
         arguments = (o_parts, parts, o, *o.stride()[:2], Hq, splits, parts.numel() // PLANES)
         more = {
             "COSINE": constants["COSINE"], "D": D, "BLOCK_D": columns, "BLOCK_SPLITS": power_of_two(splits),
-            "AHEAD": ahead, "num_warps": 4, **({"launch_pdl": True} if ahead else {}),
+            "num_warps": 4,
         }  # fmt: skip
-        start_kernel(combine_kernel, (B * Hq, ceil_div(D, columns)), arguments, more)
+        start_kernel(combine_kernel, (B * Hq, ceil_div(D, columns)), arguments, more | overlap)
     return o
 
 
@@ -279,7 +284,11 @@ def append(
         q, k, v, *angles, rotated, k_cache, v_cache, at, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         *rotated.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], Hq, Hkv, size,
     )  # fmt: skip
-    constants = {"ROTATE": cos is not None, "D": D, "BLOCK": power_of_two(D // 2), "num_warps": 1}
+    ahead = can_overlap(q)
+    constants: dict[str, Any] = {
+        "ROTATE": cos is not None, "D": D, "BLOCK": power_of_two(D // 2), "AHEAD": ahead, "num_warps": 1,
+        **({"launch_pdl": True} if ahead else {}),
+    }  # fmt: skip
     start_kernel(append_kernel, (B, Hq + 2 * Hkv), arguments, constants)
     return rotated
 

@@ -1,0 +1,56 @@
+"""A linear layer with the norm before it and what follows it, which a decode step computes in one launch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lssar.ops import fused
+
+Activation = Literal["gelu", "swiglu"]
+
+
+def fused_linear(
+    x: Tensor, linear: nn.Linear | nn.Embedding, *, norm: nn.Module | None = None, activation: Activation | None = None,
+    residual: Tensor | None = None, step: bool = False,
+) -> Tensor:  # fmt: skip
+    """activation(linear(norm(x))) + residual. step: this is part of a decode step (`LayerCache.stepping`).
+
+    An embedding stands for the head that is tied to it; the first half of a `swiglu` layer's outputs is the gate.
+    """
+    if step and _in_one_launch(x, linear, norm, residual):
+        options: dict[str, Any] = {}
+        if norm is not None:
+            options["norm"] = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
+            options |= {"norm_weight": norm.weight, "norm_bias": getattr(norm, "bias", None), "eps": norm.eps}
+        bias = getattr(linear, "bias", None)
+        # Weights are there: a step begins with ordinary launches, which wait for whatever wrote them.
+        return fused.small_linear(
+            x, linear.weight, bias, residual=residual, activation=activation or "none", ahead=True, **options
+        )
+    x = x if norm is None else norm(x)
+    y = F.linear(x, linear.weight) if isinstance(linear, nn.Embedding) else linear(x)
+    if activation == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    elif activation == "swiglu":
+        gate, y = y.chunk(2, -1)
+        y = F.silu(gate) * y
+    return y if residual is None else residual + y
+
+
+def _in_one_launch(x: Tensor, linear: nn.Module, norm: nn.Module | None, residual: Tensor | None) -> bool:
+    """Whether the kernel computes what the modules would: they are PyTorch's own, and every tensor has one dtype."""
+    if not fused.has_small_linear(x) or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return False
+    modules = [linear] if norm is None else [linear, norm]
+    if type(linear) not in (nn.Linear, nn.Embedding) or any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+        return False
+    if norm is not None:
+        known = isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and norm.normalized_shape == x.shape[-1:]
+        if not known or norm.weight is None or norm.eps is None:
+            return False
+    tensors = [x, residual] + [t for m in modules for t in (m.weight, getattr(m, "bias", None))]
+    return all(type(t) in (Tensor, nn.Parameter) and t.dtype == x.dtype for t in tensors if t is not None)
