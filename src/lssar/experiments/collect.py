@@ -324,9 +324,9 @@ def sections(table: dict[str, Any]) -> list[tuple[str, str]]:
         return []
     if table["experiment"] == "stability":
         return [("Training, and rows lost at the longest evaluated length", stability_markdown(table))]
-    if table["experiment"] == "downstream":
+    if table["experiment"] in ("downstream", "larger-downstream"):
         return [("Accuracy, with one standard error over questions", accuracy_markdown(table))]
-    if table["experiment"] == "mixed":
+    if table["experiment"] in ("mixed", "larger"):
         return _far_sections(table)
     if table["experiment"] == "passkey":
         tasks = dict.fromkeys(row["evaluation"].split("-")[0] for row in table["rows"] if row["rate"])
@@ -350,7 +350,7 @@ FAR_TASKS = {
 
 
 def _far_sections(table: dict[str, Any]) -> list[tuple[str, str]]:
-    """Tables of the experiment `mixed`."""
+    """Tables of long readers: `mixed` and `larger`."""
     shown = [
         ("Held-out loss (nats per token), by length as a multiple of the training length", markdown(table)),
         ("Change of the loss from 1x on the same text, with its 95% interval over pieces of text", _change(table)),
