@@ -14,7 +14,7 @@ from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -90,8 +90,9 @@ class _Call:
 
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
-    ) -> None:
-        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads."""
+    ) -> Tile:
+        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads. Returns the
+        tile that was used."""
         constants = self.constants | more
         aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
 
@@ -99,7 +100,7 @@ class _Call:
             del tile_constants["CACHE"]
             start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
 
-        launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
+        return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
 
 
 def _forward(
@@ -140,7 +141,7 @@ def _backward(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
         *call.shapes,
     )  # fmt: skip
-    call.run(
+    tile = call.run(
         "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
         arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
     )  # fmt: skip
@@ -149,9 +150,10 @@ def _backward(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
         *call.shapes,
     )  # fmt: skip
+    steep = call.constants["KIND"] == kernels.REWEIGHTED.value and call.constants["LOG_DEGREE"] == 3
     call.run(
         "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, (q, do), WIDE=call.wide,
+        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if steep else 0,
     )  # fmt: skip
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
