@@ -175,6 +175,16 @@ def _root_and_twice_sigma(x, factor, slope, intercept, steep, LOG_DEGREE: tl.con
 
 
 @triton.jit
+def _ended(product):
+    """product, awaited here. Left to run on into the next step of the loop, it makes the ptxas of Triton 3.6 serialise
+    all wgmma of the kernel (C7515) at head size 64."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [product], tl.float32, True, 1)
+    else:
+        return product
+
+
+@triton.jit
 def _query_sums(
     q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
     key_stop, row_factor, first, second, delta, steep, p, columns,
@@ -207,6 +217,8 @@ def _query_sums(
             if COSINE:
                 g *= key_scale[None, :]
             gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
+            if BLOCK_D <= 64:
+                gk = _ended(gk)
         else:
             x = x * key_scale[None, :] * row_factor[:, None]
             root, sigma = _root_and_twice_sigma(
