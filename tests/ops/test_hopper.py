@@ -61,7 +61,10 @@ def compile_window(part, kind, D, tile, cache):
         **_mechanism(spec.literal, spec.p, D, torch.bfloat16), **SEEN, "PACKED": False, "HAS_LENGTHS": False,
         "GAIN": False, "FIXED": kind == "cosine", "GROUP": 1, "WIDE": False, "TMA": tile.tma, "BLOCK_M": tile.m,
         "BLOCK_N": tile.n, "STAGES": tile.stages, "warps": tile.warps,
+        "STEEP_ROWS": HOPPER["window_query_gradient_softplus", D, 2].m if kind == "softplus" else 0,
     }  # fmt: skip
+    if part != "forward":
+        constants |= {f"{name}_STEP": D for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV")}
     module = "window" if part == "forward" else "window_backward"
     types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
     return compile_kernel(f"lssar.ops.fused.{module}", f"{part}_kernel", constants, cache, **types)

@@ -7,7 +7,9 @@ import torch
 
 import lssar
 from lssar.ops import fused
-from lssar.ops.fused import tiles
+from lssar.ops.fused import tiles, window_op
+from lssar.ops.fused.launch import start_kernel
+from lssar.ops.fused.window_backward import STEEP_PLANE
 from tests.helpers import eager, eager_runs, with_gradients
 
 pytest.importorskip("triton")
@@ -95,6 +97,22 @@ def test_what_rows_see(spec, view):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=NAMES.get)
 def test_half_types(dtype, spec):
     compare(*tensors(D=64, dtype=dtype), SPECS[spec], window=20)
+
+
+@pytest.mark.parametrize("p", [15, 31.5])
+def test_steep_rows(p, monkeypatch):
+    """Most blocks of rows take the shorter forms, the first ones do not."""
+    q, k, v, do = tensors(Hq=1, Lq=170, D=64, dtype=torch.bfloat16)
+    steep = []
+
+    def record(kernel, grid, arguments, constants):
+        start_kernel(kernel, grid, arguments, constants)
+        if "STEEP_ROWS" in constants:
+            steep.append(arguments[6][STEEP_PLANE.value])
+
+    monkeypatch.setattr(window_op, "start_kernel", record)
+    compare(q, k, v, do, lssar.spec("lssar", p=p), window=150)
+    assert 0.3 < steep[0].mean().item() < 1
 
 
 @pytest.mark.parametrize(

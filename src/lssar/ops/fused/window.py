@@ -48,6 +48,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
     weight_root,
 )
+from lssar.ops.fused.steep import TANH_SCALE, all_steep, short_line, short_root
 
 EXP = tl.constexpr(0)
 SOFTPLUS = tl.constexpr(1)
@@ -228,19 +229,39 @@ def _row_statistics(
 
 
 @triton.jit
+def steep_rows(slope, intercept, row_factor, inside, p, P: tl.constexpr, STEEP: tl.constexpr):
+    """With STEEP: whether all of these REWEIGHTED rows can do with steep.short_root, and if so, the slope and intercept
+    that it takes, and row_factor for its scores. Else these as they are."""
+    steep = False
+    if STEEP:
+        steep = all_steep(slope, intercept, inside, P if P > 0 else p)
+        short_slope, short_intercept = short_line(slope, intercept)
+        slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
+        row_factor = tl.where(steep, row_factor * TANH_SCALE, row_factor)
+    return steep, slope, intercept, row_factor
+
+
+@triton.jit
 def _weights(
-    x, key_scale, row_factor, shift, slope, intercept, p,
-    KIND: tl.constexpr, P: tl.constexpr, LOG_DEGREE: tl.constexpr,
+    x, key_scale, row_factor, shift, slope, intercept, steep, p,
+    KIND: tl.constexpr, P: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
-    """Weights [M, N] of cosine scores, not yet divided by Z, from products x of q and k; of hidden keys too."""
+    """Weights [M, N] of cosine scores, not yet divided by Z, from products x of q and k; of hidden keys too. steep,
+    slope, intercept, row_factor: of steep_rows."""
+    x = x * key_scale[None, :] * row_factor[:, None]
     if KIND == EXP:
-        return ex2(x * key_scale[None, :] * row_factor[:, None] - shift[:, None])
+        return ex2(x - shift[:, None])
+    elif KIND == SOFTPLUS:
+        return softplus2(x, LOG_DEGREE)
     else:
-        two_a = softplus2(x * key_scale[None, :] * row_factor[:, None], LOG_DEGREE)
-        if KIND == SOFTPLUS:
-            return two_a
+        if STEEP:
+            if steep:
+                root = short_root(x, slope[:, None], intercept[:, None])[0]
+            else:
+                root = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
         else:
-            return weight_power(weight_root(two_a, slope[:, None], intercept[:, None], LOG_DEGREE), p, P, 0)
+            root = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
+        return weight_power(root, p, P, 0)
 
 
 @triton.jit
@@ -293,7 +314,9 @@ def _rewrite_output(
             if KIND == EXP and not COSINE:
                 weight = ex2(tl.minimum((x - shift[:, None]) * row_factor[:, None], 0.0))
             else:
-                weight = _weights(x, key_scale, row_factor, shift, slope, intercept, p, KIND, P, LOG_DEGREE)
+                weight = _weights(
+                    x, key_scale, row_factor, shift, slope, intercept, False, p, KIND, P, LOG_DEGREE, False
+                )
             seen = (keys[None, :] >= row_start[:, None]) & (keys[None, :] < row_stop[:, None])
             weight = tl.where(seen, weight * inverse[:, None], 0.0)
             value = v.to(tl.float32)
@@ -308,11 +331,11 @@ def _rewrite_output(
 
 @triton.jit
 def _weighted_values(
-    q, factor, row_factor, slope, intercept, p, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi,
+    q, factor, row_factor, slope, intercept, steep, p, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi,
     full_lo, full_hi, row_start, row_stop, key_stop, columns,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, FIXED: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..hi: sum of weights times v [M, D], sum of weights, shift of scores and largest product, all [M]."""
     offsets = tl.arange(0, N)
@@ -341,7 +364,7 @@ def _weighted_values(
                 weight = ex2(x * row_factor[:, None] - shift[:, None])
             o, z = o * shrink[:, None], z * shrink[:, None]
         else:
-            weight = _weights(x, key_scale, row_factor, shift, slope, intercept, p, KIND, P, LOG_DEGREE)
+            weight = _weights(x, key_scale, row_factor, shift, slope, intercept, steep, p, KIND, P, LOG_DEGREE, STEEP)
             weight = hide_keys(weight, keys, row_start, row_stop, masked, 0.0)
         z += lane_sum(weight, M, N)
         o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
@@ -405,10 +428,12 @@ def forward_kernel(
         )  # fmt: skip
         slope, intercept = _weight_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
         slope += total * 0.0  # NaN where a score is NaN
+    STEEP: tl.constexpr = KIND == REWEIGHTED and LOG_DEGREE == 3
+    steep, line_slope, line_intercept, line_factor = steep_rows(slope, intercept, row_factor, rows < Lq, p, P, STEEP)
     o, z_row, shift, highest = _weighted_values(
-        q, factor, row_factor, slope, intercept, p, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo, hi,
-        full_lo, full_hi, row_start, row_stop, key_stop, columns,
-        KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA,
+        q, factor, line_factor, line_slope, line_intercept, steep, p, k_source, v_source, key_scale_ptr, k_stride_l,
+        v_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+        KIND, P, COSINE, FIXED, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA, STEEP,
     )  # fmt: skip
     inverse = tl.where(z_row > 0, 1.0 / tl.where(z_row > 0, z_row, 1.0), z_row * 0.0)  # NaN where a score is NaN
     if KIND == REWEIGHTED:

@@ -24,6 +24,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
     weight_root,
 )
+from lssar.ops.fused.steep import TANH_SCALE, short_line, short_root
 from lssar.ops.fused.window import (
     EXP,
     FAR,
@@ -34,12 +35,14 @@ from lssar.ops.fused.window import (
     near_one,
     scale_near_one,
     score_factor,
+    steep_rows,
     store_rows,
     weight_power,
 )
 
 BACKWARD_PLANES = 8
 """Numbers a row that the dq kernel leaves for the dk, dv kernel, and the row's part of the gain's gradient."""
+STEEP_PLANE = tl.constexpr(6)  # 1 in blocks of steep rows
 GAIN_PLANE = tl.constexpr(7)
 
 
@@ -153,14 +156,43 @@ def _store_line(
 
 
 @triton.jit
+def _root_and_twice_sigma(x, factor, slope, intercept, steep, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
+    """From scores x [M, N]: roots of the weights of REWEIGHTED rows, and 2 sigma factor. steep, slope, intercept and
+    what x was multiplied by: of steep_rows."""
+    if STEEP:
+        if steep:
+            root, th = short_root(x, slope, intercept)
+            sigma = th * factor + factor  # tanh gives 2 sigma - 1
+        else:
+            two_a = softplus2(x, LOG_DEGREE)
+            root = weight_root(two_a, slope, intercept, LOG_DEGREE)
+            sigma = sigmoid2(x, two_a, LOG_DEGREE) * (2.0 * factor)
+    else:
+        two_a = softplus2(x, LOG_DEGREE)
+        root = weight_root(two_a, slope, intercept, LOG_DEGREE)
+        sigma = sigmoid2(x, two_a, LOG_DEGREE) * (2.0 * factor)
+    return root, sigma
+
+
+@triton.jit
+def _ended(product):
+    """product, awaited here. Left to run on into the next step of the loop, it makes the ptxas of Triton 3.6 serialise
+    all wgmma of the kernel (C7515) at head size 64."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [product], tl.float32, True, 1)
+    else:
+        return product
+
+
+@triton.jit
 def _query_sums(
     q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
-    key_stop, row_factor, first, second, delta, p, columns,
+    key_stop, row_factor, first, second, delta, steep, p, columns,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    STAGES: tl.constexpr, TMA: tl.constexpr, AGAIN: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr, STEEP: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Over keys lo..hi: sum of ds k (for EXP) or of g sigma k, sum of sigma k, both [M, D], sum of g [M].
+    """Over keys lo..hi: sum of ds k (for EXP) or of 2 g sigma k, sum of 2 sigma k, both [M, D], sum of g [M].
 
     AGAIN: entries of k that are not finite count as 0, since rows that do not see them multiply them by 0.
     """
@@ -185,16 +217,17 @@ def _query_sums(
             if COSINE:
                 g *= key_scale[None, :]
             gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
+            if BLOCK_D <= 64:
+                gk = _ended(gk)
         else:
             x = x * key_scale[None, :] * row_factor[:, None]
-            two_a = softplus2(x, LOG_DEGREE)
-            sigma = sigmoid2(x, two_a, LOG_DEGREE)
+            root, sigma = _root_and_twice_sigma(
+                x, key_scale[None, :], first[:, None], second[:, None], steep, LOG_DEGREE, STEEP
+            )
             g = dp - delta[:, None]
             if KIND == REWEIGHTED:
-                root = weight_root(two_a, first[:, None], second[:, None], LOG_DEGREE)
                 g *= weight_power(root, p, P, 1)
             g, sigma = _hide_both(g, sigma, keys, row_start, row_stop, masked)
-            sigma *= key_scale[None, :]
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
                 g_sum += lane_sum(g, M, N)
@@ -265,14 +298,17 @@ def _query_block(
         q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
         row_factor = tl.minimum(tl.maximum(factor * LOG2E * up, 1.0 / FAR), FAR)
         raw_factor, inverse_norm = factor, factor
+    inside = rows < Lq
+    STEEP: tl.constexpr = KIND == REWEIGHTED and LOG_DEGREE == 3 and not AGAIN
+    steep, line_slope, line_intercept, row_factor = steep_rows(first, second, row_factor, inside, p, P, STEEP)
     gk, sk, g_sum = _query_sums(
         q.to(q_raw.dtype), do, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
-        full_lo, full_hi, row_start, row_stop, key_stop, row_factor, first, second, delta, p, columns,
-        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, AGAIN,
+        full_lo, full_hi, row_start, row_stop, key_stop, row_factor, line_slope, line_intercept, delta, steep, p,
+        columns,
+        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, STEEP, AGAIN,
     )  # fmt: skip
 
     to_keys_ptr += at
-    inside = rows < Lq
     if KIND == EXP:
         grad = gk
         if COSINE:
@@ -284,12 +320,15 @@ def _query_block(
         mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
         inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
         power_factor = p if KIND == REWEIGHTED else 1.0
-        kappa = 2.0 * LOG2E * power_factor * first * inverse
-        grad = (gk - sk * mean[:, None]) * kappa[:, None] if KIND == REWEIGHTED else gk * kappa[:, None]
+        half = LOG2E * power_factor * first * inverse
+        kappa = 2.0 * half
+        grad = (gk - sk * mean[:, None]) * half[:, None] if KIND == REWEIGHTED else gk * half[:, None]
         _store_line(
             to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta, mean * kappa * LN2, p,
             KIND, LOG_DEGREE,
         )  # fmt: skip
+        if KIND == REWEIGHTED and LOG_DEGREE == 3:
+            tl.store(to_keys_ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
         grad, along = _to_raw(grad, q_raw, inverse_norm, factor)
@@ -307,24 +346,28 @@ def _query_block(
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
-    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype."""
+    """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype.
+
+    Q_STEP and so on: strides of rows and keys. As constants they save the registers that hold addresses."""
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
             broken = _query_block(
                 q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
-                row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,
-                v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
-                dq_stride_b, dq_stride_h, dq_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
+                dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
                 doc_stop_ptr,
                 KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                 LOG_DEGREE, DOT, WIDE, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
@@ -334,8 +377,8 @@ def query_gradient_kernel(
 
 @triton.jit
 def _key_terms(
-    x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked,
-    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr,
+    x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked, steep,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
     if KIND == EXP:
@@ -354,14 +397,17 @@ def _key_terms(
         slope = tl.load(at, mask=inside, other=0.0)[:, None]
         to_score = tl.load(at + row_plane, mask=inside, other=0.0)[:, None]
         delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
-        x = x * to_score * key_scale[None, :]
-        two_a = softplus2(x, LOG_DEGREE)
-        sigma = sigmoid2(x, two_a, LOG_DEGREE)
         scale = 2.0 * slope
         if KIND == REWEIGHTED:
             intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
             mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
-            root = weight_root(two_a, slope, intercept, LOG_DEGREE)
+            line_factor = to_score
+            if STEEP:
+                short_slope, short_intercept = short_line(slope, intercept)
+                slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
+                line_factor = tl.where(steep, to_score * TANH_SCALE, to_score)
+            x = x * line_factor * key_scale[None, :]
+            root, sigma = _root_and_twice_sigma(x, 0.5 * to_score, slope, intercept, steep, LOG_DEGREE, STEEP)
             y = weight_power(root, p, P, 1)
             weight = y * root
             scale *= p
@@ -371,10 +417,13 @@ def _key_terms(
                 scale *= inverse
             ds = (dp * scale - delta * scale) * y - mean
         else:
+            x = x * to_score * key_scale[None, :]
+            two_a = softplus2(x, LOG_DEGREE)
+            sigma = sigmoid2(x, two_a, LOG_DEGREE) * to_score
             weight = two_a * slope
             ds = dp * scale - delta * scale
         weight, sigma = _hide_both(weight, sigma, keys, row_start, row_stop, masked)
-        ds *= sigma * to_score  # last: with tiny queries and steep weights the product of all factors overflows
+        ds *= sigma  # last: with tiny queries and steep weights the product of all factors overflows
     return weight, ds
 
 
@@ -402,7 +451,7 @@ def _key_block(
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    STEEP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Writes dk and dv of a block of keys; returns whether any of it is not finite.
@@ -459,9 +508,15 @@ def _key_block(
                 delta = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
                 row_stop = tl.where(not_finite(delta), row_start, row_stop)
                 masked = True
+            steep = False
+            if STEEP_ROWS > 0:
+                steep = True
+                for row in tl.static_range(0, BLOCK_M, min(BLOCK_M, STEEP_ROWS)):
+                    steep &= tl.load(rows_head + STEEP_PLANE * row_plane + start + row, start + row < Lq, 1.0) > 0
             weight, ds = _key_terms(
                 x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
-                keys, row_start, row_stop, masked, KIND, P, COSINE, LOG_DEGREE,
+                keys, row_start, row_stop, masked, steep, KIND, P, COSINE, LOG_DEGREE,
+                STEEP_ROWS > 0,
             )  # fmt: skip
             if LOG_N and not COSINE:
                 ds *= factor[:, None]
@@ -493,25 +548,28 @@ def _key_block(
 @triton.jit(do_not_specialize=["Lq", "Lk", "window", "group"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
-    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    STEEP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads that share them."""
+    """dk and dv of a block of keys, summed over the query heads that share them. STEEP_ROWS: rows of a block of the dq
+    kernel, each of which says whether its rows are steep; 0: none does."""
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
             broken = _key_block(
                 q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
-                q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h,
-                v_stride_l, do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b,
-                dv_stride_h, dv_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+                q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b, v_stride_h,
+                V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
+                dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
                 KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
-                LOG_DEGREE, DOT, WIDE, 16 if AGAIN else BLOCK_M, BLOCK_N, 1 if AGAIN else STAGES, TMA and not AGAIN,
-                AGAIN,
+                LOG_DEGREE, DOT, WIDE, 0 if AGAIN else STEEP_ROWS, 16 if AGAIN else BLOCK_M, BLOCK_N,
+                1 if AGAIN else STAGES, TMA and not AGAIN, AGAIN,
             )  # fmt: skip

@@ -14,7 +14,7 @@ from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -90,8 +90,9 @@ class _Call:
 
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
-    ) -> None:
-        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads."""
+    ) -> Tile:
+        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads. Returns the
+        tile that was used."""
         constants = self.constants | more
         aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
 
@@ -99,7 +100,7 @@ class _Call:
             del tile_constants["CACHE"]
             start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
 
-        launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
+        return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
 
 
 def _forward(
@@ -137,25 +138,32 @@ def _backward(
     to_keys = q.new_empty((gradients.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
     arguments = (
         q, k, v, o, do, dq, rows, to_keys, key_scale, q if gain is None else gain, call.p, rows.stride(0),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], *do.stride()[:2], *dq.stride()[:2],
         *call.shapes,
     )  # fmt: skip
-    call.run(
+    tile = call.run(
         "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
         arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
+        **_steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq),
     )  # fmt: skip
     arguments = (
         q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
         *call.shapes,
     )  # fmt: skip
+    steep = call.constants["KIND"] == kernels.REWEIGHTED.value and call.constants["LOG_DEGREE"] == 3
     call.run(
         "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, (q, do), WIDE=call.wide,
+        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if steep else 0,
+        **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv),
     )  # fmt: skip
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
+
+
+def _steps(**tensors: Tensor) -> dict[str, int]:
+    return {f"{name}_STEP": tensor.stride(2) for name, tensor in tensors.items()}
 
 
 def _rows_of(q: Tensor, spec: str) -> Tensor:
