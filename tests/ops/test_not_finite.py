@@ -40,6 +40,12 @@ CALLS = {
 }
 
 
+def assert_same(got, want):
+    """Equal bits; on a GPU, where a block that is computed again adds in another order, up to a few roundings."""
+    allowed = 8 * torch.finfo(got.dtype).eps * want.abs().max() if got.is_cuda else 0.0
+    assert ((got - want).abs() <= allowed).all()
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "which", "bad", "view"),
     [
@@ -70,9 +76,9 @@ def test_only_rows_that_see_it(name, dtype, which, bad, view):
     head = o[0, :1] if which == "q" else o[0]
     assert head[:, seen].isnan().any(-1).all(), "the rows that see it say so"
     for got, want in ((o, clean[0]), (dq, clean[1])):
-        assert torch.equal(got[0, :, ~seen], want[0, :, ~seen])
+        assert_same(got[0, :, ~seen], want[0, :, ~seen])
         if which == "q":
-            assert torch.equal(got[0, 1], want[0, 1])
+            assert_same(got[0, 1], want[0, 1])
     reached = torch.zeros(LENGTH, dtype=torch.bool)  # keys that a row which sees it also sees
     for row in seen.nonzero().flatten().tolist():
         first = max(0, row - view["window"] + 1) if "window" in view else 7 if "cu_seqlens" in view else 0
