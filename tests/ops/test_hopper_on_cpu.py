@@ -17,7 +17,7 @@ pytest.importorskip("triton.experimental.gluon")
 from lssar.ops.fused import fused_attention
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
-from tests.ops import hopper_on_cpu, ptx, test_steep
+from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
 from tests.ops.test_fused import compare, tensors
 
 
@@ -121,6 +121,12 @@ def test_inline_assembly(hopper):
     test_steep.test_the_mean_in_half_arithmetic(4.0)
     for p in (2, 15):
         test_steep.test_short_forms_of_the_backward(p)
+
+
+def test_inline_assembly_of_windowed_kernels(hopper, monkeypatch):
+    for spec in ("softmax", "cosine softmax"):
+        test_window.test_half_types(torch.bfloat16, spec)
+    test_window.test_steep_rows(15, monkeypatch)
 
 
 def test_instructions():

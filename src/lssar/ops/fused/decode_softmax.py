@@ -96,8 +96,12 @@ def split_kernel(
     DOT: tl.constexpr, NORMS: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: there is one split, whose output is final."""
-    let_next_begin(AHEAD)
+    """WHOLE: there is one split, whose output is final.
+
+    Several splits share a long cache: programs of the next kernel, waiting, would take the place of some of them.
+    """
+    if WHOLE:
+        let_next_begin(AHEAD)
     wait_for_last(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
