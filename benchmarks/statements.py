@@ -141,8 +141,8 @@ def larger_statements() -> list[Statement]:
     return [
         Statement(
             "README.md",
-            """With 124M parameters (105M tokens at a length of 1,024, one seed) cosine softmax in the global layers has a
-            loss of {cosine_1} at 1x and {cosine_64} at 64x, uniform softmax {uniform_1} and {uniform_64}; it finds
+            """With 124M parameters (105M tokens at a length of 1,024, one seed) cosine softmax in the global layers has
+            a loss of {cosine_1} at 1x and {cosine_64} at 64x, uniform softmax {uniform_1} and {uniform_64}; it finds
             {passkeys} of the passkeys and {needles} of the needles at 64x, uniform softmax none. On BLiMP it answers
             {blimp}, uniform softmax {blimp_uniform}.""",
             near | far | found | {"blimp": percent(blimp[cosine]), "blimp_uniform": percent(blimp[uniform])},
