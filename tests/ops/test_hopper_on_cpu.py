@@ -96,14 +96,14 @@ def test_gain_and_the_largest_values(hopper):
     ("where", "name", "fault"),
     [
         ("forward", "program_barrier", "overwritten while it may be in use"),
-        ("backward", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
-        ("backward", "fence_async_shared", "without a fence"),
+        ("key_gradient", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
+        ("key_gradient", "fence_async_shared", "without a fence"),
         ("memory", "fence_async_shared", "without a fence after its barrier"),
         ("forward", "end_barriers", "without end_barriers"),
-        ("backward", "announce_pair", "not asked for"),
+        ("key_gradient", "announce_pair", "not asked for"),
         ("forward", "load_tile", "not asked for"),
         ("forward", "mbarrier.wait", "before it has arrived"),
-        ("backward", "async_copy.wait_group", "before it has arrived"),
+        ("key_gradient", "async_copy.wait_group", "before it has arrived"),
     ],
 )
 def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, fault):

@@ -5,8 +5,9 @@ early and is waited for late. Tiles pass through rings in shared memory, filled 
 group has 64 rows.
 """
 
-from lssar.ops.fused.hopper.backward import key_gradient_kernel, query_gradient_kernel
 from lssar.ops.fused.hopper.descriptors import tile_arguments
 from lssar.ops.fused.hopper.forward import forward_kernel
+from lssar.ops.fused.hopper.key_gradient import key_gradient_kernel
+from lssar.ops.fused.hopper.query_gradient import query_gradient_kernel
 
 __all__ = ["forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "tile_arguments"]

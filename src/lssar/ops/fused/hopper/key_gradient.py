@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (tuples that grow in a loop are unrolled, which mypy cannot know)
-"""Backward in Gluon: what the Triton kernels of fused/backward.py compute, with the arithmetic of gradients.py.
+"""dk and dv in Gluon: what the Triton kernel of fused/backward.py computes, with the arithmetic of gradients.py.
 
 A step has four products: two give scores and dO.v, two add to the gradients. The arithmetic between them overlaps with
 products that are still running.
@@ -21,15 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lssar.ops.fused import gradients
 from lssar.ops.fused.gradients import (
-    EDGE_KEYS,
-    FULL_BLOCKS,
     key_weights,
-    query_gradient,
-    query_row_factors,
-    query_terms,
-    row_scales,
     score_gradient,
-    store_row_values,
 )
 from lssar.ops.fused.hopper.memory import (
     announce,
@@ -46,51 +39,22 @@ from lssar.ops.fused.hopper.memory import (
     tile_descriptor,
     tile_ring,
 )
-from lssar.ops.fused.normalize import VALUE_BLOCK
+from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import (
     HIDDEN,
     exact_unit_rows,
     head_and_block,
     keep_visible,
-    keys_of_rows,
-    lane_sum,
     not_finite,
     rows_of_keys,
     unit_rows_backward,
     visible_keys,
 )
 from lssar.ops.fused.steep import (
-    add_lanes_of_pairs,
-    all_steep,
-    lane_max_of_pairs,
-    left_and_right,
-    pairs_of,
     short_key_weights,
-    short_line,
-    short_query_terms,
 )
 
 ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
-
-
-@gluon.jit
-def _quarters(x):
-    """[N, M] as four [N, M / 4] of neighbouring columns. No data moves: they lie in different registers."""
-    N: gl.constexpr = x.shape[0]
-    M: gl.constexpr = x.shape[1]
-    x = x.reshape([N, 4, M // 4]).permute((0, 2, 1)).reshape([N, M // 4, 2, 2])
-    even, odd = gl.split(x)
-    x0, x2 = gl.split(even)
-    x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
-@gluon.jit
-def _from_quarters(x0, x1, x2, x3, layout: gl.constexpr):
-    N: gl.constexpr = x0.shape[0]
-    M: gl.constexpr = x0.shape[1] * 4
-    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))
-    return gl.convert_layout(x.reshape([N, M // 4, 4]).permute((0, 2, 1)).reshape([N, M]), layout)
 
 
 @gluon.jit
@@ -155,8 +119,8 @@ def _weights_and_ds_by_quarters(
     """
     N: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
-    xs = _quarters(x)
-    dps = _quarters(dp)
+    xs = quarters(x)
+    dps = quarters(dp)
     quarter_layout: gl.constexpr = xs[0].type.layout
     key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, quarter_layout))[:, None]
     keys = (first_key + gl.arange(0, N, gl.SliceLayout(1, quarter_layout)))[:, None]
@@ -176,8 +140,8 @@ def _weights_and_ds_by_quarters(
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
-    weight = _from_quarters(weights[0], weights[1], weights[2], weights[3], layout)
-    ds = _from_quarters(gradients[0], gradients[1], gradients[2], gradients[3], layout)
+    weight = from_quarters(weights[0], weights[1], weights[2], weights[3], layout)
+    ds = from_quarters(gradients[0], gradients[1], gradients[2], gradients[3], layout)
     return weight, ds
 
 
@@ -364,242 +328,3 @@ def key_gradient_kernel(
         gl.store(broken_ptr, 1)
     end_barriers(keys_ready)
     end_barriers(rows_ready)
-
-
-@gluon.jit
-def _gradient_terms(
-    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start,
-    element: gl.constexpr, layout: gl.constexpr,
-    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
-):  # fmt: skip
-    """g sigma and sigma [M, N] of a tile, rounded to element, in the given layout; g_lanes [M, 4] + sums of g.
-
-    slope and the other values of rows are [M, 1] in the layout of a quarter.
-    """
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    xs = _quarters(x)
-    dps = _quarters(dp)
-    quarter_layout: gl.constexpr = xs[0].type.layout
-    products = ()
-    sigmas = ()
-    if SHORT:
-        g_pairs = lane_max_of_pairs(pairs_of(xs[0])) * 0  # zeros [M, 4]
-    for i in gl.static_range(4):
-        x, dp = xs[i], dps[i]
-        if MASKED:
-            keys = (start + i * (N // 4) + gl.arange(0, N // 4, gl.SliceLayout(0, quarter_layout)))[None, :]
-            x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
-            dp = keep_visible(dp, keys, row_start, row_stop, 0.0)  # v may not be finite
-        if SHORT:
-            g, g_sigma, sigma = short_query_terms(x, dp, slope, intercept, unit_scale, delta, P)
-            g_pairs = add_lanes_of_pairs(pairs_of(g), g_pairs)
-        else:
-            g, sigma = query_terms(
-                x, dp, slope, intercept, unit_scale, delta, False, P, REWEIGHT, LOG_DEGREE, False
-            )  # fmt: skip
-            if REWEIGHT:
-                g_lanes += lane_sum(g, M, N // 4)
-            g_sigma = g * sigma
-        products = products + (g_sigma.to(element),)
-        sigmas = sigmas + (sigma.to(element),)
-    if SHORT:
-        left, right = left_and_right(g_pairs)
-        g_lanes += gl.convert_layout(left + right, g_lanes.type.layout)
-    return (
-        _from_quarters(products[0], products[1], products[2], products[3], layout),
-        _from_quarters(sigmas[0], sigmas[1], sigmas[2], sigmas[3], layout),
-        g_lanes,
-    )
-
-
-@gluon.jit
-def _gradient_terms_if_steep(
-    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep,
-    element: gl.constexpr, layout: gl.constexpr,
-    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
-):  # fmt: skip
-    """_gradient_terms, short if steep."""
-    if STEEP:
-        if steep:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, True,
-            )  # fmt: skip
-        else:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, False,
-            )  # fmt: skip
-    else:
-        g_sigma, sigma, g_lanes = _gradient_terms(
-            x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-            P, REWEIGHT, LOG_DEGREE, MASKED, False,
-        )  # fmt: skip
-    return g_sigma, sigma, g_lanes
-
-
-@gluon.jit
-def _query_sums(
-    q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
-    delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """sum g sigma k and sum sigma k [M, D] in sum_layout, and sum g [M]; values of rows are [M] in any layout."""
-    M: gl.constexpr = nothing.shape[0]
-    N: gl.constexpr = nothing.shape[1]
-    D: gl.constexpr = k_ring.shape[2]
-    element: gl.constexpr = k_ring.dtype
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N], left factor
-    quarter = _quarters(nothing)[0]
-    tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
-    g_lanes = lane_sum(quarter, M, N // 4)
-    if STEEP:
-        steep_slope, steep_intercept = short_line(slope, intercept)
-        slope, intercept = gl.where(steep, steep_slope, slope), gl.where(steep, steep_intercept, intercept)
-    slope = gl.convert_layout(slope, tile_row)[:, None]
-    intercept = gl.convert_layout(intercept, tile_row)[:, None]
-    unit_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
-    delta = gl.convert_layout(delta, tile_row)[:, None]
-    row_start = gl.convert_layout(row_start, tile_row)[:, None]
-    row_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    gk = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
-    sk = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
-    g_sigma = gl.convert_layout(nothing.to(element), factor_layout)
-    sigma = g_sigma
-    for step in range(steps):
-        start = key_lo + step * N
-        k, v = k_ring.index(step % STAGES), v_ring.index(step % STAGES)
-        mbarrier.wait(keys_ready.index(step % STAGES), step // STAGES & 1)
-        score = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        value = warpgroup_mma(do, v.permute((1, 0)), nothing, use_acc=False, is_async=True)  # [M, N]
-        gk, sk, x, dp, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, score, value, g_sigma, sigma))
-        ahead, free = start + (STAGES - 1) * N, (step + STAGES - 1) % STAGES
-        announce_pair(k_tiles, v_tiles, keys_ready, free, step + STAGES - 1 < steps)
-        program_barrier()  # every warp is done with the stage before
-        load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
-        if (start < full_lo) | (start + N > full_hi):
-            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
-                factor_layout, P, REWEIGHT, LOG_DEGREE, True, STEEP,
-            )  # fmt: skip
-        else:
-            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
-                factor_layout, P, REWEIGHT, LOG_DEGREE, False, STEEP,
-            )  # fmt: skip
-        gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
-        if REWEIGHT:
-            sk = warpgroup_mma(sigma, k, sk, is_async=True)
-        else:
-            sk = warpgroup_mma_init(sk)
-    gk, sk, g_sigma, sigma = warpgroup_mma_wait(0, (gk, sk, g_sigma, sigma))
-    return gk, sk, gl.sum(g_lanes, 1)
-
-
-@gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
-def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, sizes_ptr, block_sizes_ptr,
-    slope_ptr, intercept_ptr, z_ptr, rows_ptr,
-    v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
-    raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
-    do_all, HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
-    P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
-    CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """As backward.query_gradient_kernel for bfloat16."""
-    blocks = gl.cdiv(Lq, BLOCK_M)
-    head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
-    first_row = (blocks - 1 - block) * BLOCK_M
-    b, h = head // Hq, head % Hq
-    h_kv = (h // (Hq // Hkv)).to(gl.int64)
-    b64, h = b.to(gl.int64), h.to(gl.int64)
-    q_ptr += head.to(gl.int64) * Lq * D
-    exact_q_ptr += head.to(gl.int64) * Lq * D
-    k_ptr += (b64 * Hkv + h_kv) * Lk * D
-    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
-    do_ptr += b64 * do_stride_b + h * do_stride_h
-    raw_q_ptr += b64 * raw_q_stride_b + h * raw_q_stride_h
-    dq_ptr += b64 * dq_stride_b + h * dq_stride_h
-
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
-    sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
-    value_element: gl.constexpr = v_ptr.dtype.element_ty
-    key_element: gl.constexpr = k_ptr.dtype.element_ty
-
-    q_ring, do_ring = tile_ring(key_element, 1, BLOCK_M, D), tile_ring(value_element, 1, BLOCK_M, D)
-    k_ring, v_ring = tile_ring(key_element, STAGES, BLOCK_N, D), tile_ring(value_element, STAGES, BLOCK_N, D)
-    rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    if HOST_TILES:
-        q_tiles, do_tiles = (q_all, b, head % Hq), (do_all, b, head % Hq)
-        k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
-        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
-    else:
-        q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
-        do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
-        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
-        k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-        v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-
-    # What each row sees, and its values [M], in the layout of whole rows
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
-    row_start, row_stop = visible_keys(
-        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    key_lo, key_hi, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
-        BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
-    for step in gl.static_range(STAGES - 1):
-        fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
-    at = head.to(gl.int64) * row_stride + rows
-    inside = rows < Lq
-    slope = gl.load(slope_ptr + at, mask=inside, other=0.0)
-    intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
-    do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    delta, bound, unit_scale = row_scales(
-        do_rows, o_rows, sizes_ptr + (b64 * Hkv + h_kv) * Lk,
-        block_sizes_ptr + (b64 * Hkv + h_kv) * gl.cdiv(Lk, VALUE_BLOCK), row_start, row_stop, key_lo, key_hi, full_lo,
-        full_hi, gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, load_layout)),
-        gl.arange(0, FULL_BLOCKS, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])), WINDOWED or PACKED,
-    )  # fmt: skip
-
-    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
-    mbarrier.wait(rows_ready.index(0), 0)
-    gk, sk, g_sum = _query_sums(
-        q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
-        full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, steep, nothing, sum_layout,
-        P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
-    )  # fmt: skip
-
-    n = (row_stop - row_start).to(gl.float32)
-    z = gl.load(z_ptr + at, mask=inside, other=0.0)
-    mean, scale, kappa = query_row_factors(
-        gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D, False
-    )  # fmt: skip
-    if REWEIGHT:
-        gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
-    raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    dq, radial, scale, sound = query_gradient(
-        gl.convert_layout(gk, load_layout), raw_q, z, delta, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
-    )
-    store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
-    exact_q, to_unit = exact_unit_rows(raw_q)
-    exact_q = gl.where(sound[:, None], exact_q, 0.0)
-    store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
-    store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN, True,
-    )  # fmt: skip
-    end_barriers(rows_ready)
-    end_barriers(keys_ready)
