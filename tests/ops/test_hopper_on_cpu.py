@@ -44,7 +44,7 @@ VIEWS = {
         ("pack", 64, None, 1, 190),
         ("padding", 64, 15, 1, 190),
         pytest.param("causal", 128, 15, 4, 520, marks=pytest.mark.slow),
-        pytest.param("causal", 64, 1, 1, 300, marks=pytest.mark.slow),
+        pytest.param("causal", 64, 2, 1, 300, marks=pytest.mark.slow),
         pytest.param("full", 64, 63, 1, 300, marks=pytest.mark.slow),
     ],
 )
@@ -81,13 +81,18 @@ def test_not_finite(hopper, which):
 def test_gain_and_the_largest_values(hopper):
     """p = 3: with p = 15 one key has nearly all the weight of a row, and the gain's gradient is lost in rounding."""
     q, k, v, do = tensors(Hq=2, Hkv=1, Lq=130, D=64, dtype=torch.bfloat16)
-    gain = torch.tensor([0.5, -1.5])
+    gain, spec = torch.tensor([0.5, -1.5]), lssar.spec("lssar", p=3)
     call = lambda *x: fused_attention(*x[:3], p=3, causal=True, gain=x[3])  # noqa: E731
-    exact = lambda *x: fuzz_fused.exact_attention(*x, lssar.spec("lssar", p=3), {})  # noqa: E731
+    exact = lambda *x: fuzz_fused.exact_attention(*x, spec, {})  # noqa: E731
     want = with_gradients(exact, tuple(x.double() for x in (q, k, v, gain)), do.double())
-    for name, a, b in zip(("o", "dq", "dk", "dv", "dgain"), with_gradients(call, (q, k, v, gain), do), want):
-        allowed = 0.1 if name == "dgain" else 0.01  # a sum over rows that cancels
-        assert (a.double() - b).norm() < allowed * b.norm(), name
+    got = with_gradients(call, (q, k, v, gain), do)
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, want):
+        assert (a.double() - b).norm() < 0.01 * b.norm(), name
+    # What each row adds to the gain's gradient cancels: the error was 0.1 of the norm of these terms, 0.26 at most.
+    unit_q, unit_k = (torch.nn.functional.normalize(x.double(), dim=-1) for x in (q, k))
+    of_products = lambda *x: fuzz_fused.exact_attention(*x, None, spec.replace(cosine=False), {})  # noqa: E731
+    terms = with_gradients(of_products, (unit_q * gain[:, None, None], unit_k, v.double()), do.double())[1] * unit_q
+    assert ((got[4] - want[4]).abs() < 0.5 * terms.sum(-1).norm(dim=-1)).all()
     large = call(q, k, v * 2.0**125, gain).double() * 2.0**-125
     assert (large - want[0]).norm() < 0.01 * want[0].norm()
 
