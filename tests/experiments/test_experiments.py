@@ -105,6 +105,7 @@ def test_fewer_seeds_of_every_row(capsys):
         (("table1", "--scale", "h200"), "lssar data prepare"),
         (("table1", "--workers", "0"), "--workers must be at least 1"),
         (("table1", "--seeds", "0"), "--seeds must be at least 1"),
+        (("larger", "--scale", "laptop"), "larger has no arms at scale laptop"),
         (("downstream", "--bench", "nowhere"), "say with --bench FOLDER"),
     ],
     ids=str,

@@ -72,6 +72,10 @@ class Reproduce:
             if missing and not self.dry_run:
                 say(f"without {experiment.name}: {missing}")
                 continue
+            if not experiment.rows_at(scale) and experiment.measure is None:
+                if self.names != [ALL]:
+                    raise UsageError(f"{experiment.name} has no arms at scale {self.scale}")
+                continue
             wanted.append(experiment)
         if self.seeds is not None and self.seeds < 1:
             raise UsageError(f"--seeds must be at least 1; got {self.seeds}")
@@ -94,9 +98,9 @@ class Reproduce:
             watch=watch if self.workers == 1 else quietly,
         )  # fmt: skip
         done = sum(map(queue.finished, arms))
-        steps, batch = scale.base.steps, scale.base.batch_tokens
-        about = f"{len(arms)} arms of {steps * batch:,} tokens ({steps:,} steps), {done} of them finished before"
-        say(f"{about}; results in {scale.results}")
+        tokens = [arm.recipe.steps * arm.recipe.batch_tokens for arm in arms] or [0]
+        each = " to ".join(f"{count:,}" for count in sorted({min(tokens), max(tokens)}))
+        say(f"{len(arms)} arms of {each} tokens, {done} of them finished before; results in {scale.results}")
         for experiment in wanted:
             if experiment.measure is not None:
                 measured(scale.results, experiment.name, command, experiment.measure)
