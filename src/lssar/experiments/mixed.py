@@ -69,13 +69,14 @@ EXPERIMENT = Experiment(
         _row("uniform cosine softmax", "cosine_softmax", "uniform"),
         _row("uniform softmax, ALiBi", "softmax", "uniform", position="alibi"),
         _row("window in all layers", "softmax", "attention@{window}"),
-        # Parts of the layout, with LSSA + LSSAR annealed.
-        _row("rotary in the global layer", "lssa+lssar", "softmax@{window}*3 attention", p_schedule=ANNEALED),
-        _row("half the window", "lssa+lssar", "mixed@{half}", p_schedule=ANNEALED),
-        _row("twice the window", "lssa+lssar", "mixed@{double}", p_schedule=ANNEALED),
-        _row("1 local : 1 global", "lssa+lssar", "mixed@{window}*1", p_schedule=ANNEALED),
+        # Parts of the layout, with the mechanism that the recipes have.
+        _row("rotary in the global layer", "cosine_softmax", "softmax@{window}*3 attention"),
+        _row("half the window", "cosine_softmax", "mixed@{half}"),
+        _row("twice the window", "cosine_softmax", "mixed@{double}"),
+        _row("1 local : 1 global", "cosine_softmax", "mixed@{window}*1"),
+        _row("7 local : 1 global", "cosine_softmax", "mixed@{window}*7", scales=("h200",)),
         _row(
-            "7 local : 1 global", "lssa+lssar", "mixed@{window}*7", p_schedule=ANNEALED, scales=("h200",)
+            "7 local : 1 global, LSSA + LSSAR", "lssa+lssar", "mixed@{window}*7", p_schedule=ANNEALED, scales=("h200",)
         ),
         # The power and its schedule, in LSSAR.
         _row("mixed, LSSAR, continuous 3 to 15", "lssar", p_schedule="3..15:0.8"),
