@@ -1,13 +1,13 @@
-"""Larger models and more tokens, for one GPU.
+"""Larger models and more tokens.
 
 `larger`: 124M parameters with retrieval documents in training, as in the experiment `mixed`, evaluated to 64 times the
-training length; `larger-downstream`: the same models on zero-shot benchmarks. `budget`: the 51M models of the paper's
-tables on more tokens; a budget of 1 is that of the tables, so its arms are shared with them.
+training length; `larger-downstream`: the same models on zero-shot benchmarks. `budget`: the models of the paper's
+tables (51M at scale h200) on more tokens; a budget of 1 is that of the tables, so its arms are shared with them.
 """
 
 from typing import Any
 
-from lssar.experiments.arms import Experiment, Row
+from lssar.experiments.arms import Experiment, Row, ScaleName
 from lssar.experiments.evaluations import Benchmarks, Length, Retrieval
 from lssar.experiments.mixed import ANNEALED, MIXED, SHARP
 
@@ -22,9 +22,9 @@ LARGE: tuple[Model, ...] = (
 FAR_BACK = tuple(Retrieval(task=task, multiples=(1, 16, 64), questions=40) for task in ("passkey", "needles", "recall"))
 
 
-def _row(model: Model, **others: Any) -> Row:
+def _row(model: Model, *scales: ScaleName, **others: Any) -> Row:
     label, attention, layout, schedule = model
-    return Row(label=label, attention=attention, layout=layout, p_schedule=schedule, scales=("h200",), **others)
+    return Row(label=label, attention=attention, layout=layout, p_schedule=schedule, scales=scales, **others)
 
 
 LARGER = Experiment(
@@ -34,7 +34,7 @@ LARGER = Experiment(
     draw="far",
     page="results-mixed",
     at=(1, 4, 16, 64),
-    rows=tuple(_row(model, setting="large", evaluation=Length(to=64), also=FAR_BACK) for model in LARGE),
+    rows=tuple(_row(model, "h200", setting="large", evaluation=Length(to=64), also=FAR_BACK) for model in LARGE),
 )
 LARGER_DOWNSTREAM = Experiment(
     name="larger-downstream",
@@ -42,7 +42,7 @@ LARGER_DOWNSTREAM = Experiment(
     question="Do common zero-shot benchmarks tell the layouts apart?",
     draw="accuracy",
     page="results-mixed",
-    rows=tuple(_row(model, setting="large", evaluation=Benchmarks()) for model in LARGE),
+    rows=tuple(_row(model, "h200", setting="large", evaluation=Benchmarks()) for model in LARGE),
 )
 
 BUDGETS = (1, 2, 4, 8)
@@ -66,8 +66,11 @@ BUDGET = Experiment(
     page="results-mixed",
     at=(1, 4, 16, 64),
     rows=tuple(
-        _row((budget_label(model[0], budget), *model[1:]), budget=budget, rank=rank, evaluation=Length(to=64))
+        _row(
+            (budget_label(model[0], budget), *model[1:]), "laptop", "h200",
+            budget=budget, rank=rank, evaluation=Length(to=64),
+        )
         for rank, budget in enumerate(BUDGETS)
         for model in SMALL
     ),
-)
+)  # fmt: skip
