@@ -197,13 +197,13 @@ SHAPES = {
 }
 
 
+BATCHES = [*((shape, 1) for shape in SHAPES), ("gpt-2", 3)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "batch"), BATCHES)
 def test_a_decode_step_by_the_kernel(shape, batch, launched, device):
     """Logits of steps are those of a full forward, and each block has four launches for its linear layers."""
-    if device == "cpu" and shape != "gpt-2" and batch > 1:
-        pytest.skip("slow in the interpreter")
     config = model_config("tiny", vocab_size=61, layers=2, pattern=parse_layout("softmax@3 lssar"), **SHAPES[shape])
     model = GPT(config).to(device).eval()
     for parameter in model.parameters():
