@@ -315,6 +315,8 @@ def tile_load(tiles: Tiles, start, barrier: Shared, to: Shared, pred=True) -> No
         raise Fault(f"a tile of {tiles.block_type.nbytes} bytes in a place for {to.array.nbytes}")
     if any(np.may_share_memory(barrier.array, other) for other in PROGRAM.not_fenced):
         raise Fault("a copy without a fence after its barrier was initialised")
+    if any(np.may_share_memory(to.array, other) for other in PROGRAM.not_fenced):
+        raise Fault("a copy without a fence to where threads wrote")
     start = [_int(i) for i in start]
     PROGRAM.copies.append(Copy(to.array, lambda: tiles.values(start), _barrier_of(barrier)))
 

@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tested", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from lssar.ops.fused import fused_attention
+from lssar.ops.fused import fused_attention, op
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
@@ -76,6 +76,23 @@ def test_not_finite(hopper, which):
         seed for seed in range(1000) if fuzz_fused.not_finite_place(dataclasses.replace(case, seed=seed))[1] == which
     )
     assert not fuzz_fused.run(dataclasses.replace(case, seed=next(seeds)))
+
+
+@pytest.mark.parametrize("p", [None, 15, 100])
+def test_repair_without_planes_of_steep_rows(hopper, monkeypatch, p):
+    """Only some powers say which rows are steep; a plane that no kernel writes may hold anything."""
+    q, k, v, do = tensors(Hq=1, Lq=128, D=64, dtype=torch.bfloat16)
+    do[..., -1, :] = 0
+    monkeypatch.setattr(
+        op._Call, "per_row",
+        lambda self, planes, like: torch.ones(planes, self.B * self.Hq, self.row_stride, dtype=torch.float32),
+    )  # fmt: skip
+    call = lambda *x: fused_attention(*x, p=p, causal=True)  # noqa: E731
+    clean = with_gradients(call, (q, k, v), do)
+    do[..., -1, 0] = torch.nan
+    for name, a, b in zip(("dk", "dv"), with_gradients(call, (q, k, v), do)[2:], clean[2:]):
+        a, b = a[..., :-1, :].double(), b[..., :-1, :].double()
+        assert (a - b).norm() <= 2e-3 * b.norm(), name
 
 
 def test_gain_and_the_largest_values(hopper):

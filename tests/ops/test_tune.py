@@ -38,6 +38,20 @@ def test_the_fastest_tile_is_kept_and_found_again(tiles, monkeypatch):
     assert tiles.tile_for("forward", 32, 4) == small
 
 
+def test_what_is_timed_is_the_kernel_itself(tiles, monkeypatch):
+    """Not the launch after it, which repairs what a dO that is not finite has broken and otherwise does nothing."""
+    from lssar.ops.fused import op, tune
+
+    launched = []
+    monkeypatch.setattr(op, "start_kernel", lambda kernel, programs, arguments, constants: launched.append(constants))
+    q, k, v, do = (torch.randn(1, 1, 40, 32) for _ in range(4))
+    recorded = tune.record(q, k, v, do)
+    assert set(recorded) == {"forward", "query_gradient", "key_gradient"}
+    launched.clear()
+    recorded["key_gradient"]()
+    assert [constants["REPAIR"] for constants in launched] == [False]
+
+
 def test_a_broken_file_is_reported_and_left_alone(tiles):
     path = tiles.stored_path()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
-from lssar.ops.fused.tiles import ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import REPAIR, ceil_div, launch, power_of_two, tma_aligned
 
 ROW_ALIGNMENT = 128
 REPAIR_PROGRAMS = 128
@@ -270,7 +270,6 @@ def _key_gradient(
         passed.rows.stride(1), passed.rows.stride(0), call.exponent, call.Hq, call.Hkv, *call.visibility,
     )  # fmt: skip
     gluon = name.endswith("_hopper")
-    in_triton = {"REPAIR": False, "SHORT": gluon}
 
     def programs(tile):
         return ceil_div(call.Lk, tile.n) * call.B * call.Hkv
@@ -280,12 +279,14 @@ def _key_gradient(
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         tiles, kind = _tile_arguments(name, call, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
-        kind = kind if gluon else in_triton
+        if not gluon:
+            kind = {"REPAIR": False, "SHORT": False}
         n = programs(tile)
         start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
 
     def repair(tile, tile_constants):
-        kind = in_triton | {"REPAIR": True, "STEEP": False}
+        # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep
+        kind = {"REPAIR": True, "SHORT": gluon and constants["STEEP"], "STEEP": False}
         n = programs(tile)
         start_kernel(
             triton_backward.key_gradient_kernel, min(n, REPAIR_PROGRAMS), (broken, n, *arguments),
@@ -293,7 +294,7 @@ def _key_gradient(
         )  # fmt: skip
 
     launch(name, call.D, call.itemsize, aligned, run)
-    launch("key_gradient", call.D, call.itemsize, False, repair)
+    launch(REPAIR, call.D, call.itemsize, False, repair)
     return dk, dv
 
 

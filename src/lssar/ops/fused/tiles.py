@@ -143,6 +143,10 @@ OTHER |= {
 FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)}
 INTERPRETED = Tile(32, 32, 1, 1, n1=64, tma=True)
 
+REPAIR = "key_gradient_repair"
+BORROWED = {REPAIR: "key_gradient"}
+"""Launches with the tiles of another one, which `lssar tune` does not measure: nearly always they do nothing."""
+
 CHOSEN: dict[Key, Tile] = {}
 """Tiles that `lssar tune` found, or the smaller ones that a launch fell back to; these take precedence."""
 
@@ -169,7 +173,7 @@ def _load_stored() -> None:
 
 
 def key_of(kernel: str, d: int, itemsize: int) -> Key:
-    return kernel, max(64, power_of_two(d)), itemsize
+    return BORROWED.get(kernel, kernel), max(64, power_of_two(d)), itemsize
 
 
 def tile_for(kernel: str, d: int, itemsize: int) -> Tile:
