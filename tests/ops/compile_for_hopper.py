@@ -81,7 +81,7 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
     found = {
         "shared": made.metadata.shared, "wgmma": products, "overwritten": overwritten(ttgir),
         "barriers left": ttgir.count("ttng.init_barrier") - ttgir.count("ttng.inval_barrier"),
-        "loads": [text.count("ld.global") for text in (before, after)],
+        "loads": [len(re.findall(r"ld\.global|cp\.async(?:\.bulk)?[\w.:]*\.global", text)) for text in (before, after)],
     }  # fmt: skip
     print(json.dumps(found))
 

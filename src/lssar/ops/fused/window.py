@@ -379,10 +379,11 @@ def forward_kernel(
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of rows. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum."""
+    """One program a block of rows. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum.
+    STEEP: blocks of steep rows take the short forms."""
     PRECISE: tl.constexpr = LOG_DEGREE == 0
     first_row, h, b = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2).to(tl.int64)
     h_kv = (h // GROUP).to(tl.int64)
@@ -428,7 +429,6 @@ def forward_kernel(
         )  # fmt: skip
         slope, intercept = _weight_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
         slope += total * 0.0  # NaN where a score is NaN
-    STEEP: tl.constexpr = KIND == REWEIGHTED and LOG_DEGREE == 3
     steep, line_slope, line_intercept, line_factor = steep_rows(slope, intercept, row_factor, rows < Lq, p, P, STEEP)
     o, z_row, shift, highest = _weighted_values(
         q, factor, line_factor, line_slope, line_intercept, steep, p, k_source, v_source, key_scale_ptr, k_stride_l,

@@ -244,7 +244,7 @@ def _query_block(
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
@@ -299,13 +299,13 @@ def _query_block(
         row_factor = tl.minimum(tl.maximum(factor * LOG2E * up, 1.0 / FAR), FAR)
         raw_factor, inverse_norm = factor, factor
     inside = rows < Lq
-    STEEP: tl.constexpr = KIND == REWEIGHTED and LOG_DEGREE == 3 and not AGAIN
-    steep, line_slope, line_intercept, row_factor = steep_rows(first, second, row_factor, inside, p, P, STEEP)
+    SHORT: tl.constexpr = STEEP and not AGAIN
+    steep, line_slope, line_intercept, row_factor = steep_rows(first, second, row_factor, inside, p, P, SHORT)
     gk, sk, g_sum = _query_sums(
         q.to(q_raw.dtype), do, k_source, v_source, key_scale_ptr, k_stride_l, v_stride_l, lo // BLOCK_N * BLOCK_N, hi,
         full_lo, full_hi, row_start, row_stop, key_stop, row_factor, line_slope, line_intercept, delta, steep, p,
         columns,
-        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, STEEP, AGAIN,
+        KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, SHORT, AGAIN,
     )  # fmt: skip
 
     to_keys_ptr += at
@@ -327,7 +327,7 @@ def _query_block(
             to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta, mean * kappa * LN2, p,
             KIND, LOG_DEGREE,
         )  # fmt: skip
-        if KIND == REWEIGHTED and LOG_DEGREE == 3:
+        if STEEP:
             tl.store(to_keys_ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
@@ -352,12 +352,13 @@ def query_gradient_kernel(
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype.
+    STEEP: blocks of steep rows take the short forms, and the dk, dv kernel is told which these are.
 
     Q_STEP and so on: strides of rows and keys. As constants they save the registers that hold addresses."""
     broken = True
@@ -370,7 +371,7 @@ def query_gradient_kernel(
                 dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
                 doc_stop_ptr,
                 KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
-                LOG_DEGREE, DOT, WIDE, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
+                LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
                 TMA and not AGAIN, AGAIN,
             )  # fmt: skip
 

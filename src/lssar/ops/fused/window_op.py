@@ -13,7 +13,7 @@ from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.op import LOG_DEGREES, what_rows_see
+from lssar.ops.fused.op import LOG_DEGREES, steep_rows, what_rows_see
 from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
@@ -62,6 +62,8 @@ class _Call:
         seen, visibility = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
         self.shapes = (self.Hq, self.Hkv, *seen)
         self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility
+        reweighted = self.constants["KIND"] == kernels.REWEIGHTED.value
+        self.steep = reweighted and steep_rows(q.dtype, self.p)
         self.gain = gain
         self.wide = q.dtype != torch.bfloat16  # gradients of scores may leave float16's range
         longest = min(self.Lk, self.Lk if window is None else (window if causal else 2 * window))
@@ -118,7 +120,7 @@ def _forward(
     )  # fmt: skip
     call.run(
         "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments,
-        (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv,
+        (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
     )  # fmt: skip
     return o, rows, key_scale
 
@@ -143,7 +145,7 @@ def _backward(
     )  # fmt: skip
     tile = call.run(
         "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
-        arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv,
+        arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
         **_steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq),
     )  # fmt: skip
     arguments = (
@@ -151,10 +153,9 @@ def _backward(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
         *call.shapes,
     )  # fmt: skip
-    steep = call.constants["KIND"] == kernels.REWEIGHTED.value and call.constants["LOG_DEGREE"] == 3
     call.run(
         "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if steep else 0,
+        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if call.steep else 0,
         **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv),
     )  # fmt: skip
     if gain is not None:
