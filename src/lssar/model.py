@@ -30,6 +30,8 @@ from lssar.nn import (
     token_positions,
 )
 from lssar.nn.decoding import DecodeStep
+from lssar.nn.linear import plain
+from lssar.nn.norms import LayerNorm, RMSNorm
 from lssar.ops import fused
 from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
@@ -199,26 +201,6 @@ def new_norm(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.width, eps=1e-5) if config.norm == "rms" else LayerNorm(config.width, bias=config.bias)
 
 
-class LayerNorm(nn.LayerNorm):
-    """PyTorch's, also for float32 inputs and half-precision weights, as FSDP gathers them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else _at_least(x.dtype, self.bias)
-        return F.layer_norm(x, self.normalized_shape, _at_least(x.dtype, self.weight), bias, self.eps)
-
-
-class RMSNorm(nn.RMSNorm):
-    """PyTorch's, also for float32 inputs and half-precision weights, as FSDP gathers them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.weight is not None
-        return F.rms_norm(x, self.normalized_shape, _at_least(x.dtype, self.weight), self.eps)
-
-
-def _at_least(dtype: torch.dtype, weight: Tensor) -> Tensor:
-    return weight.to(dtype) if weight.dtype.itemsize < dtype.itemsize else weight
-
-
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig):
         super().__init__()
@@ -234,7 +216,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions, cache: LayerCache | None = None) -> Tensor:
         step = cache is not None and cache.stepping
-        if step:
+        if step and type(self.attention) is Attention and plain(self.attention, self.attention.project):
             x = self.attention(x, positions, cache, norm=self.norm1, residual=x)
         else:
             x = x + self.attention(self.norm1(x), positions, cache)

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import register_parametrization
 
 from lssar.layouts import parse_layout
-from lssar.model import GPT, LayerNorm, RMSNorm, model_config
+from lssar.model import GPT, model_config
 from lssar.nn import fused_linear
 from lssar.nn.decoding import DecodeStep
+from lssar.nn.norms import LayerNorm, RMSNorm
 from lssar.ops import fused
 from tests.helpers import pairwise, seeded
 
@@ -61,9 +64,9 @@ def by_pytorch(given, norm, activation):
 def check(given, norm="none", activation="none", **plan):
     from lssar.ops.fused.linear import linear
 
-    poison = torch.full((given["x"].shape[0], given["weight"].shape[0]), torch.nan, device=given["x"].device)
-    del poison  # the allocator hands it out again: what is not written shows
-    found = linear(**given, norm=norm.split()[0], eps=1e-5, activation=activation, ahead=True, **plan)
+    with pytest.MonkeyPatch.context() as patch:  # what is not written shows
+        patch.setattr(Tensor, "new_empty", lambda x, *shape, **options: x.new_zeros(*shape, **options) / 0)
+        found = linear(**given, norm=norm.split()[0], eps=1e-5, activation=activation, ahead=True, **plan)
     exact = by_pytorch({name: t if t is None else t.double() for name, t in given.items()}, norm, activation)
     error = (found.double() - exact).norm() / exact.norm()
     assert error <= BOUNDS[given["x"].dtype], f"{error:.2g}"
@@ -165,11 +168,13 @@ def launched(monkeypatch):
 
 
 def test_other_calls_take_the_modules(launched):
-    """With a hook, with autocast, with a gradient, with a layer of another class or dtype, and outside decode steps."""
+    """With a hook, a forward of its own, a class or a dtype that is not known, with autocast, with a gradient, with a
+    residual that broadcasts, and outside decode steps."""
     x, linear, norm, residual = modules(tensors(2, 8, 8, torch.float32, "cpu", "layer"), "layer")
     if torch.cuda.is_available():
         x, linear, norm, residual = x.cuda(), linear.cuda(), norm.cuda(), residual.cuda()
-    run = lambda layer, **more: fused_linear(x, layer, norm=norm, residual=residual, **{"step": True, **more})  # noqa: E731
+    usual = {"norm": norm, "residual": residual, "step": True}
+    run = lambda layer, **more: fused_linear(x, layer, **{**usual, **more})  # noqa: E731
     other = type("Other", (nn.Linear,), {})(8, 8).to(x.device)
     with torch.no_grad():
         expected = run(linear, step=False)
@@ -178,15 +183,65 @@ def test_other_calls_take_the_modules(launched):
         fused_linear(x.double(), nn.Linear(8, 8).double().to(x.device), norm=LayerNorm(8).to(x), step=True)
         with torch.autocast(x.device.type, torch.bfloat16):
             run(linear)
-        handle = linear.register_forward_hook(lambda *_: launched.append("hook"))
-        run(linear)
-        assert launched == ["hook"]
-        handle.remove()
+        run(linear, residual=residual[:1])
+        run(linear, norm=type("PlusOne", (RMSNorm,), {})(8).to(x.device))
+        shifted = LayerNorm(8).to(x.device)
+        register_parametrization(shifted, "weight", nn.Identity())
+        run(linear, norm=shifted)
+        replaced = LayerNorm(8).to(x.device)
+        replaced.forward = lambda x: x
+        run(linear, norm=replaced)
+        assert not launched
+        for hook in (linear.register_forward_hook, register_module_forward_hook):
+            handle = hook(lambda *_: launched.append("hook"))
+            run(linear)
+            handle.remove()
     run(linear)
-    assert launched == ["hook"]
+    assert set(launched) == {"hook"}
+    launched.clear()
     with torch.no_grad():
         torch.testing.assert_close(run(linear), expected)
-    assert len(launched) == 2
+    assert len(launched) == 1
+
+
+def test_wrong_arguments_are_refused():
+    given = tensors(3, 8, 6, torch.float32, "cpu", "layer")
+    wrong = {
+        "at most 16 rows": {"x": torch.zeros(17, 8), "residual": None},
+        "weight must be": {"weight": torch.zeros(6, 7)},
+        "bias must be": {"bias": torch.zeros(5)},
+        "residual must be": {"residual": torch.zeros(1, 6)},
+        "norm_weight must be": {"norm_weight": torch.zeros(1)},
+        "do not go together": {"norm_weight": None},
+        "unknown norm 'batch'": {"norm": "batch"},
+        "or activation 'relu'": {"activation": "relu"},
+        "N even": {"activation": "swiglu", "weight": torch.zeros(5, 8)},
+        "the dtype and the device of x": {"weight": given["weight"].double()},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            fused.small_linear(**{**given, "norm": "layer", **changes})
+    with pytest.raises(ValueError, match="activation must be"):
+        fused_linear(given["x"], nn.Linear(8, 6), activation="relu")
+
+
+@pytest.mark.parametrize("of", ["attention", "attention.project"])
+def test_hooks_of_attention_see_in_a_step_what_they_see_elsewhere(of):
+    config = model_config("tiny", vocab_size=61, layers=2, pattern=parse_layout("softmax@3 lssar"))
+    model = GPT(config).eval()
+    ids = torch.randint(61, (2, 7), generator=seeded(0))
+    seen = []
+    model.blocks[1].get_submodule(of).register_forward_hook(lambda m, given, out: seen.append((given[0], out)))
+    with torch.no_grad():
+        full = model(ids)
+        (given, out), cache = seen.pop(), model.new_cache(7)
+        model.next_logits(ids[:, :6], cache)
+        seen.clear()
+        last = DecodeStep(lambda x: model.next_logits(x, cache), cache.layers, graph=False)(ids[:, 6:])
+    torch.testing.assert_close(last, full[:, -1], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(seen[0][0], given[:, -1:], atol=1e-5, rtol=1e-4)
+    if of == "attention":
+        torch.testing.assert_close(seen[0][1], out[:, -1:], atol=1e-5, rtol=1e-4)
 
 
 SHAPES = {

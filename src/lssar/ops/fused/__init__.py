@@ -284,6 +284,7 @@ def small_linear(
     ahead: the weights may be read before kernels that were launched earlier have ended, because none of them that may
     still run writes weights. No gradient, no host synchronisation: fit for CUDA graphs.
     """
-    from lssar.ops.fused.linear import linear_op
+    from lssar.ops.fused.linear import check, linear_op
 
+    check(x, weight, bias, residual, norm, norm_weight, norm_bias, activation)
     return linear_op(x, weight, bias, residual, norm_weight, norm_bias, norm, eps, activation, ahead)

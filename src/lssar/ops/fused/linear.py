@@ -184,6 +184,32 @@ def plan_for(x: Tensor, n: int, gated: bool, ahead: bool, **changes: Any) -> Pla
     return replace(Plan(block_n, block_k, ahead=ahead and can_overlap(x)), **changes)
 
 
+def check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: str, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, activation: str,
+) -> None:  # fmt: skip
+    """ValueError for arguments that the kernel would read beyond their ends, or not as they are meant."""
+    if norm not in ("none", "layer", "rms") or activation not in ("none", "gelu", "swiglu"):
+        raise ValueError(f"unknown norm {norm!r} or activation {activation!r}")
+    if (norm == "none") != (norm_weight is None) or (norm != "layer" and norm_bias is not None):
+        raise ValueError(f"norm {norm!r} and its weights do not go together")
+    K, rows = x.shape[-1], x.shape[:-1].numel()
+    if rows > FEW_ROWS:
+        raise ValueError(f"x must have at most {FEW_ROWS} rows; got {rows}")
+    gated = activation == "swiglu"
+    if weight.ndim != 2 or weight.shape[1] != K or (gated and weight.shape[0] % 2):
+        raise ValueError(f"weight must be (N, {K}){', N even' if gated else ''}; got {tuple(weight.shape)}")
+    out = (*x.shape[:-1], weight.shape[0] // (1 + gated))
+    wanted = {"bias": (bias, weight.shape[:1]), "residual": (residual, out), "norm_weight": (norm_weight, (K,)),
+              "norm_bias": (norm_bias, (K,))}  # fmt: skip
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{name} must be {tuple(shape)}; got {tuple(tensor.shape)}")
+    tensors = [weight, *(tensor for tensor, _ in wanted.values() if tensor is not None)]
+    if any(t.dtype != x.dtype or t.device != x.device for t in tensors):
+        raise ValueError("all tensors must have the dtype and the device of x")
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
     norm_bias: Tensor | None, norm: str, eps: float, activation: str, ahead: bool, **plan: Any,
@@ -191,6 +217,8 @@ def linear(
     """See lssar.ops.fused.small_linear."""
     K, gated = x.shape[-1], activation == "swiglu"
     N = weight.shape[0] // (1 + gated)
+    weights = (weight, bias, norm_weight, norm_bias)
+    ahead = ahead and all(t is None or t.is_contiguous() for t in weights)  # else a launch just before makes them
     y = x.new_empty((*x.shape[:-1], N))
     if y.numel() == 0:
         return y
