@@ -108,6 +108,10 @@ BAD_CALLS = {
         dict(spec="ssmax", head_scale=torch.ones(2)),
         r"head_scale must be a float tensor of shape \(4,\)",
     ),
+    "head_scale of a nested tensor": (
+        dict(spec="ssmax", head_scale=torch.nested.nested_tensor([F(2), F(3)], layout=torch.jagged)),
+        "must be a float tensor .* nested",
+    ),
     "fused without a GPU": (dict(impl="fused"), "impl='fused' cannot run this call: "),
 }
 
@@ -171,6 +175,28 @@ def test_forward_mode_is_exact_in_the_reference_and_refused_elsewhere():
         lssar.attention(q, k, v)  # has no tangent
     with pytest.raises(NotImplementedError, match="impl='reference'"):
         torch.func.jvp(lambda x: lssar.attention(x, k, v), (q,), (torch.ones_like(q),))
+
+
+def test_compiled_forward_mode_is_refused():
+    q, k, v = qkv(B=1, Lq=5, Lk=5, D=3, grad=False)
+    call = lambda x: lssar.attention(x, k, v)  # noqa: E731
+    compiled, tangent = torch.compile(call, backend="eager"), torch.ones_like(q)
+    torch.testing.assert_close(compiled(q), call(q))
+    of_compiled = lambda x: torch.func.jvp(compiled, (x,), (tangent,))  # noqa: E731
+    compiled_of = torch.compile(lambda x: torch.func.jvp(call, (x,), (tangent,)), backend="eager")
+    for run in (of_compiled, compiled_of):
+        with pytest.raises(NotImplementedError, match="impl='reference'"):
+            run(q)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_beyond_the_range_of_integers_hide_nothing(causal):
+    q, k, v = qkv(Lq=4, Lk=7, grad=False)
+    for lengths in (None, torch.tensor([7, 5])):
+        options = {"causal": causal, "key_lengths": lengths, "impl": "tiled"}
+        expected = lssar.attention(q, k, v, **options)
+        for window in (2**63 - 1, 2**63, 2**70):
+            assert torch.equal(lssar.attention(q, k, v, window=window, **options), expected)
 
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])

@@ -22,6 +22,8 @@ _IMPLEMENTATIONS = ("auto", "reference", "tiled", "fused")
 DECODE_TOLERANCE = {torch.float16: 2.0**-12, torch.bfloat16: 2.0**-10}
 """Share of a row's largest weight that decoding may leave unread: less than the dtype loses by rounding."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WIDEST = 2**32
+"""Wider windows are taken for this one: they hide no more, and positions plus a window have to fit an int64."""
 
 
 @overload
@@ -92,6 +94,8 @@ def attention(
     q, k, v = (_autocast(x) for x in (q, k, v))
     window = plain_number(window)
     _check(q, k, v, causal, mask, window, cu_seqlens, key_lengths, key_ranges, return_weights, impl)
+    if window is not None:
+        window = min(window, WIDEST)
     spec, power = _power(spec, p)
     gain = _of_heads(
         "head_scale", head_scale, q, None if spec.head_scale is not None else f"{spec!r} has no head_scale"
@@ -203,7 +207,12 @@ def _of_heads(name: str, given: Any, q: Tensor, obstacle: str | None) -> Tensor 
         return None
     if obstacle is not None:
         raise ValueError(f"{name} was given, but {obstacle}")
-    if not isinstance(given, Tensor) or given.shape != (q.shape[1],) or not given.is_floating_point():
+    if (
+        not isinstance(given, Tensor)
+        or not _is_plain(given)
+        or given.shape != (q.shape[1],)
+        or not given.is_floating_point()
+    ):
         raise ValueError(
             f"{name} must be a float tensor of shape ({q.shape[1]},), one number per query head; got {_show(given)}"
         )
@@ -212,11 +221,19 @@ def _of_heads(name: str, given: Any, q: Tensor, obstacle: str | None) -> Tensor 
     return given
 
 
+@torch.compiler.assume_constant_result
+def _in_forward_mode() -> bool:
+    """When it is traced too; compiled code has a guard on the levels that it was traced under."""
+    return forward_ad._current_level >= 0
+
+
 def _refuse_forward_mode(impl: str, *tensors: Tensor | None) -> None:
     """Registered operators pass no forward gradient on, so that the result would be an exact zero."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if not _in_forward_mode():
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    # a compiler cannot look at tangents: it sees that there is a level of forward mode
+    traced = torch.compiler.is_compiling()
+    if traced or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             f"lssar.attention(impl={impl!r}) has no forward-mode derivative (torch.func.jvp, jacfwd); use "
             "impl='reference', which has"
@@ -308,7 +325,7 @@ def _check(
             raise ValueError(
                 f"key_lengths must have shape ({q.shape[0]},), one per batch row; got {_show(key_lengths)}"
             )
-        if not torch.compiler.is_compiling() and not key_lengths.is_cuda:
+        if not torch.compiler.is_compiling() and key_lengths.device.type == "cpu":
             low, high = (int(key_lengths.min()), int(key_lengths.max())) if q.shape[0] else (0, 0)
             if low < 0 or high > k.shape[2]:
                 raise ValueError(f"key_lengths must lie in 0..{k.shape[2]}; got {low}..{high}")
@@ -349,7 +366,7 @@ def _check_pack(cu_seqlens: Any, q: Tensor, k: Tensor) -> None:
         )
     if cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens needs at least two entries, 0 and the total length; got {_show(cu_seqlens)}")
-    if not torch.compiler.is_compiling() and not cu_seqlens.is_cuda:
+    if not torch.compiler.is_compiling() and cu_seqlens.device.type == "cpu":
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds[-1] != q.shape[2] or any(a > b for a, b in pairwise(bounds)):
             raise ValueError(f"cu_seqlens must rise from 0 to the total length {q.shape[2]}; got {bounds}")
