@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lssar
-from lssar.ops.fused import fused_attention, fused_decode, why_not
+from lssar.ops.fused import fused_attention, fused_decode, why_not, window_attention
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.helpers import eager, eager_runs, seeded, with_gradients
@@ -203,6 +203,24 @@ def test_norms_to_the_ends_of_bfloat16(exponent):
     far = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q * scale, k / scale, v), do)
     for a, b, factor in zip(base, far, (1, scale, 1 / scale, 1)):
         torch.testing.assert_close(b.float() * factor, a.float(), rtol=2e-2, atol=2e-2 * a.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=NAMES.get)
+@pytest.mark.parametrize("window", [None, 9])
+def test_gradients_of_very_large_values(window, dtype):
+    """Products of dO and v up to 1e35: rows of few keys have large slopes, which must not overflow with them."""
+    q, k, v, do = tensors(Hq=1, Lq=40, D=16, dtype=dtype)
+    spec = lssar.spec("lssar")
+    if window is None:
+        call = lambda *x: fused_attention(*x, p=15, causal=True)  # noqa: E731
+    else:
+        call = lambda *x: window_attention(*x, spec, causal=True, window=window)  # noqa: E731
+    near = with_gradients(call, (q, k, v), do)
+    for v_scale, do_scale in ((2.0**114, 1.0), (2.0**50, 2.0**64)):
+        far = with_gradients(call, (q, k, v * v_scale), do * do_scale)
+        factors = (v_scale, v_scale * do_scale, v_scale * do_scale, do_scale)
+        for name, a, b, factor in zip(("o", "dq", "dk", "dv"), near, far, factors):
+            torch.testing.assert_close(b.double() / factor, a.double(), rtol=2e-2, atol=1e-3 * rms(a), msg=name)
 
 
 def test_second_derivative_is_refused():

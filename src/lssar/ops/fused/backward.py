@@ -12,6 +12,7 @@ from lssar.ops.fused.gradients import (
     EDGE_KEYS,
     FULL_BLOCKS,
     key_weights,
+    precise_score_gradient,
     query_gradient,
     query_row_factors,
     query_terms,
@@ -147,13 +148,13 @@ def query_gradient_kernel(
     )  # fmt: skip
 
     mean, scale, kappa = query_row_factors(
-        tl.sum(g_lanes, 1), n, slope, z, bound, P if P > 0 else exponent, LOG_D, LOG_DEGREE == 0
+        tl.sum(g_lanes, 1), n, slope, z, P if P > 0 else exponent, LOG_D, LOG_DEGREE == 0
     )  # fmt: skip
     raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
     if REWEIGHT:
         gk = gk - sk * mean[:, None]
     dq, radial, scale, sound = query_gradient(
-        gk, raw_q, z, delta, mean, kappa, scale, gain_ptr + h, HAS_GAIN, LOG_DEGREE != 0
+        gk, raw_q, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, LOG_DEGREE != 0
     )
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
@@ -163,8 +164,9 @@ def query_gradient_kernel(
         exact_q = tl.where(sound[:, None], exact_q, 0.0)
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN, False,
+        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
+        mean * kappa * bound, scale * to_unit, steep, radial, P if P > 0 else exponent,
+        EXACT_QUERIES, LOG_DEGREE == 0, STEEP, HAS_GAIN, False,
     )  # fmt: skip
 
 
@@ -227,7 +229,10 @@ def _key_sums(
             weight = tl.where((broken == 0)[:, None], weight, 0.0)
         dv = dot(tl.trans(weight.to(do.dtype)), do, dv, PRECISION=DOT)
         dp = dot(do, v_t, PRECISION=DOT)  # [M, N], late, to save registers
-        ds = score_gradient(dp * factor[:, None] - offset[:, None], y, mean[:, None], sigma, REWEIGHT)
+        if LOG_DEGREE == 0:
+            ds = precise_score_gradient(dp, factor[:, None], offset[:, None], y, mean[:, None], sigma, REWEIGHT)
+        else:
+            ds = score_gradient(dp * factor[:, None] - offset[:, None], y, mean[:, None], sigma, REWEIGHT)
         if masked:  # v may not be finite
             ds = tl.where(x > HIDDEN, ds, 0.0)
         if REPAIR:

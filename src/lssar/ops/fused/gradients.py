@@ -110,10 +110,11 @@ def query_terms(
 
 
 @triton.jit
-def query_row_factors(g_sum, n, slope, z, bound, P, LOG_D: tl.constexpr, PRECISE: tl.constexpr):
-    """[M]: the mean of g over visible keys; c_i log2(e); kappa, by which sums of g are multiplied for a gradient."""
+def query_row_factors(g_sum, n, slope, z, P, LOG_D: tl.constexpr, PRECISE: tl.constexpr):
+    """[M]: the mean of g over visible keys; c_i log2(e); kappa, which together with bound turns sums of g into a
+    gradient (one after the other: the product of the two may overflow where the gradient does not)."""
     mean = g_sum * tl.where(n > FIRST_ROWS, 1.0 / tl.maximum(n, 1.0), 0.0)
-    return mean, score_scale(n, LOG_D, PRECISE), 2.0 * P * slope * reciprocal(z) * bound
+    return mean, score_scale(n, LOG_D, PRECISE), 2.0 * P * slope * reciprocal(z)
 
 
 @triton.jit
@@ -124,7 +125,7 @@ def _sound_rows(z, delta, mean):
 
 @triton.jit
 def query_gradient(
-    unit_gradient, raw_q, z, delta, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr, HALF: tl.constexpr
+    unit_gradient, raw_q, z, delta, bound, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr, HALF: tl.constexpr
 ):
     """dq [M, D]; each row's part of the gradient of the head's gain; scale with that gain; and which rows are sound.
 
@@ -133,7 +134,7 @@ def query_gradient(
     """
     sound = _sound_rows(z, delta, mean)
     factor = tl.where(sound, kappa * scale, float("nan"))
-    dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None], raw_q)
+    dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None] * bound[:, None], raw_q)
     if HAS_GAIN:
         gain = tl.load(gain_ptr)
         dq = dq * gain
@@ -166,14 +167,23 @@ def score_gradient(scaled_dp, y, mean, sigma, REWEIGHT: tl.constexpr):
 
 
 @triton.jit
+def precise_score_gradient(dp, factor, delta, y, mean, sigma, REWEIGHT: tl.constexpr):
+    """score_gradient with the factor last, so that nothing overflows before ds does; one more instruction a score."""
+    apart = dp - delta
+    return (apart * y * factor - mean if REWEIGHT else apart * factor) * sigma
+
+
+@triton.jit
 def store_row_values(
     rows_ptr, row_plane, inside, sound, slope, intercept, z, delta, mean, to_score, steep, radial, P,
-    EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr, SHORT: tl.constexpr,
+    EXACT_QUERIES: tl.constexpr, PRECISE: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
     """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last, and those that are not sound,
     have zeros: they do not contribute to dk and dv.
 
-    0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight.
+    0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight;
+    with PRECISE the offset lacks the factor.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
     else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: with
     HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT: if the block is
@@ -197,8 +207,9 @@ def store_row_values(
     tl.store(rows_ptr, slope, mask=inside)
     tl.store(rows_ptr + row_plane, intercept, mask=inside)
     tl.store(rows_ptr + 2 * row_plane, factor, mask=inside)
-    tl.store(rows_ptr + 3 * row_plane, saturate(delta * factor, tl.float32), mask=inside)
-    tl.store(rows_ptr + 4 * row_plane, mean, mask=inside)
+    offset = delta if PRECISE else saturate(delta * factor, tl.float32)
+    tl.store(rows_ptr + 3 * row_plane, offset, mask=inside)
+    tl.store(rows_ptr + 4 * row_plane, saturate(mean, tl.float32), mask=inside)
     tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
     if STEEP:
         tl.store(rows_ptr + 6 * row_plane, slope * 0.0 + steep.to(tl.float32), mask=inside)

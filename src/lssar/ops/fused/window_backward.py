@@ -324,7 +324,8 @@ def _query_block(
         kappa = 2.0 * half
         grad = (gk - sk * mean[:, None]) * half[:, None] if KIND == REWEIGHTED else gk * half[:, None]
         _store_line(
-            to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta, mean * kappa * LN2, p,
+            to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta,
+            saturate(mean * kappa * LN2, tl.float32), p,
             KIND, LOG_DEGREE,
         )  # fmt: skip
         if STEEP:
@@ -416,7 +417,10 @@ def _key_terms(
                 inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
                 weight *= inverse
                 scale *= inverse
-            ds = (dp * scale - delta * scale) * y - mean
+            if LOG_DEGREE == 0:
+                ds = (dp - delta) * y * scale - mean  # in this order: far from one, dp * scale overflows
+            else:
+                ds = (dp * scale - delta * scale) * y - mean
         else:
             x = x * to_score * key_scale[None, :]
             two_a = softplus2(x, LOG_DEGREE)

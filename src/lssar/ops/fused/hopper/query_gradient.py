@@ -279,21 +279,22 @@ def query_gradient_kernel(
     n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
     mean, scale, kappa = query_row_factors(
-        gl.convert_layout(g_sum, row_layout), n, slope, z, bound, P if P > 0 else exponent, LOG_D, False
+        gl.convert_layout(g_sum, row_layout), n, slope, z, P if P > 0 else exponent, LOG_D, False
     )  # fmt: skip
     if REWEIGHT:
         gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
     raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     dq, radial, scale, sound = query_gradient(
-        gl.convert_layout(gk, load_layout), raw_q, z, delta, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
+        gl.convert_layout(gk, load_layout), raw_q, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
     )
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
     exact_q, to_unit = exact_unit_rows(raw_q)
     exact_q = gl.where(sound[:, None], exact_q, 0.0)
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta, mean * kappa, scale * to_unit,
-        steep, radial, P if P > 0 else exponent, EXACT_QUERIES, STEEP, HAS_GAIN, True,
+        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
+        mean * kappa * bound, scale * to_unit, steep, radial, P if P > 0 else exponent,
+        EXACT_QUERIES, False, STEEP, HAS_GAIN, True,
     )  # fmt: skip
     end_barriers(rows_ready)
     end_barriers(keys_ready)
