@@ -27,24 +27,25 @@ class Reproduce:
 
     Experiments: mixed, larger, larger-downstream, budget, controls, figure1, passkey, table4, figure2, stability,
     downstream, table1, table2, table3; or all.
-    Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md.
+    Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md and
+    docs/results-mixed.md.
     """
 
     names: tyro.conf.Positional[list[str]]
     """Experiments, or all."""
     scale: ScaleName = "smoke"
-    """smoke: minutes on two cores; laptop: an hour or two there, for models that have learned something; h200: 51M on
-    books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    """smoke: only shows that everything runs, minutes on two cores; laptop: small models that have learned something,
+    an hour or two on two cores; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
-    """Another number of training tokens for every arm."""
+    """Number of training tokens of every arm, in place of the scale's."""
     seeds: int | None = None
     """Train at most this many seeds of each row now; without it, as many as the row declares."""
     data: Path | None = None
     """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
     bench: Path | None = None
-    """Folder of benchmark files for `downstream`; data/bench, if not given. Only `downstream` needs it."""
+    """Folder of benchmark files, which only `downstream` and `larger-downstream` need; data/bench, if not given."""
     time_limit: float | None = None
-    """Seconds after which to save and stop, within an arm if need be."""
+    """Seconds after which to save and stop; an unfinished arm continues from its checkpoint."""
     whole_arms: bool = False
     """With --time-limit: start no arm that is unlikely to finish, for machines whose disk is lost at the end."""
     workers: int = 1
