@@ -129,7 +129,7 @@ class Reproduce:
 
 @dataclass
 class Report:
-    """Write docs/results.md and its tables and figures from the results that are there; train nothing."""
+    """Write docs/results.md and docs/results-mixed.md, their tables and figures from finished arms; train nothing."""
 
     scale: ScaleName = "h200"
     """Scale whose results are written up."""
@@ -138,7 +138,7 @@ class Report:
     out: Path | None = None
     """Folder that holds results/, if not the scale's own."""
     page: Path | None = None
-    """docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
+    """Page to write; docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
     check: bool = False
     """Write nothing, and fail if the page does not match the results."""
 
