@@ -59,8 +59,8 @@ TINY_DATA = (
 )
 TINY_CANNOT = (
     "It has 0.8M parameters and was trained on 6M bytes: it writes text that looks like Python and means nothing. It "
-    "finds a passkey; asked for one of several facts (needles) it mostly names another one. It knows no language and "
-    "no facts, and is for demonstrations and tests only."
+    "finds a passkey; asked for one of several facts (needles) it mostly names another one. It knows no natural "
+    "language and no facts, and is for demonstrations and tests only."
 )
 CONTROL_CANNOT = (
     "It has 0.8M parameters: it writes text that looks like Python and means nothing. In this budget it has hardly "
@@ -272,8 +272,8 @@ license: apache-2.0
 ---
 # {release.name}: {release.title}
 
-Layout `{recipe["layout"]}`, attention `{recipe["attention"]}`, trained at {recipe["length"]} tokens. Made
-to show that a model can be trained short and read long; see [the project](../../README.md).
+Layout `{recipe["layout"]}`, attention `{recipe["attention"]}`, trained at {recipe["length"]} tokens.
+One of the [released models](../README.md) of [lssar](../../README.md).
 
 ```python
 import lssar.hf  # lets transformers know the model
@@ -298,7 +298,7 @@ tokenizer = AutoTokenizer.from_pretrained("models/{release.name}")
 
 {length_card(folder)}
 {retrieval_card(folder)}
-Whole results with intervals: `evaluation/*.json`. Page: `lssar report models/{release.name}`.
+All results, with intervals: `evaluation/*.json`. To see them as a page: `lssar report models/{release.name}`.
 
 ## What it cannot do
 
@@ -341,7 +341,8 @@ def retrieval_card(folder: Path) -> str:
         found = {row["length"] // length: row["greedy"] for row in rows if row["task"] == task}
         cells = [f"{found[m]['rate']:.2f} ({found[m]['of']})" if m in found else "-" for m in times]
         table.append([task, *cells])
-    return f"Answers decoded right (questions asked):\n\n{markdown_table(['task', *(f'{m}x' for m in times)], table)}"
+    about = "Share of answers decoded correctly (number of questions):"
+    return f"{about}\n\n{markdown_table(['task', *(f'{m}x' for m in times)], table)}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Softplus attention with re-weighting (LSSA, LSSAR): one operator, every mechanism a value.
+"""Softplus attention with re-weighting (LSSA, LSSAR): one operator for every mechanism in `specs()`.
 
 import lssar
 o = lssar.attention(q, k, v)                                # LSSAR, p = 15, causal

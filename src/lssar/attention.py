@@ -79,11 +79,11 @@ def attention(
             `spec("lssar", head_scale=1.0)`); its initial value if not given. Cosine scores are multiplied after q and k
             are normalised.
         threshold: (Hq,), the learned threshold of a spec with `learned_threshold`; its initial value if not given.
-        p: takes the place of the power of a re-weighted spec. A float, or a 0-dim float tensor on the CPU: then a graph
-            of torch.compile serves all values.
+        p: the power, in place of that of a re-weighted spec. A float, or a 0-dim float tensor on the CPU, with which
+            one graph of torch.compile serves all values.
         return_weights: also return the weights (B, Hq, Lq, Lk): differentiable in the reference, detached in tiled.
-        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (on a GPU: softmax
-            kinds by PyTorch's kernels, others but re-centring by ours), or `auto`: fused on a GPU where it applies,
+        impl: `reference` (dense), `tiled` (memory linear in length, any spec, any device), `fused` (kernels for a GPU,
+            lssar's or PyTorch's; no re-centring, `mask` or `key_ranges`), or `auto`: fused on a GPU where it applies,
             else tiled.
 
     Returns:

@@ -45,9 +45,9 @@ PREFILL_CHUNK = 8192
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelConfig:
-    """Everything that decides the shape and arithmetic of a model; plain values, so it can be stored and compared.
+    """Everything that decides the shape and arithmetic of a model, as plain values that can be stored and compared.
 
-    `attention`, `position` and `window` describe a model whose layers are all of one kind; `pattern` any other.
+    `attention`, `position` and `window` describe a model whose layers are all of one kind, `pattern` any other model.
     """
 
     layers: int
@@ -56,18 +56,23 @@ class ModelConfig:
     key_heads: int | None = None
     """Fewer than heads: grouped queries. None: as many as heads."""
     vocab_size: int = 50257
+    """The default is GPT-2's."""
     pad_vocab_to: int = 128
     """Rows of the embedding are rounded up to a multiple of this; the extra logits are ignored."""
     train_length: int = 1024
+    """Length that the model is trained at; NTK scaling by length refers to it."""
     attention: AttentionSpec | tuple[AttentionSpec, ...] = LSSAR
     """One mechanism, or one a layer."""
     position: Position = "rope"
     rope_base: float = 10_000.0
     window: int | None = None
+    """How many tokens a row sees, its own included; None: all before it."""
     pattern: Pattern = ()
     """Layers that repeat, in place of the three fields above; see `lssar.layouts`."""
     projection: Projection = "plain"
+    """`plain`: linear maps to q, k and v; `tpa`: tensor-product attention."""
     tpa_ranks: tuple[int, int, int] = (6, 2, 2)
+    """Ranks of q, k and v with `tpa`."""
     mlp_ratio: int = 4
     bias: bool = True
     norm: Literal["layer", "rms"] = "layer"
@@ -127,6 +132,7 @@ class ModelConfig:
         return math.ceil(self.vocab_size / self.pad_vocab_to) * self.pad_vocab_to
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.pattern:
             fields["pattern"] = [layer.to_dict() for layer in self.pattern]
@@ -143,6 +149,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
+        """The inverse of `to_dict`."""
         check_fields(cls, fields)
         fields = dict(fields)
         if (kept := fields.get("attention")) is not None:
@@ -265,7 +272,16 @@ class Cache:
 
 
 class GPT(nn.Module):
-    """Token ids (B, L) to logits (B, L, V)."""
+    """A language model: token ids (B, L) to logits (B, L, V). Its layers are those of a `ModelConfig`.
+
+    Example:
+        >>> model = GPT(model_config("tiny", vocab_size=257))
+        >>> ids = torch.randint(0, 257, (2, 10))
+        >>> model(ids).shape
+        torch.Size([2, 10, 257])
+        >>> [next_ids.shape for next_ids in model.generate(ids, tokens=2)]
+        [torch.Size([2]), torch.Size([2])]
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -304,9 +320,11 @@ class GPT(nn.Module):
             block.attention.set_power(p)
 
     def parameter_count(self) -> int:
+        """The number of weights; an embedding that is also the head counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def ntk_factor(self, length: int) -> float:
+        """By what factor NTK scaling extends the context of a call of this length; 1 without scaling."""
         if self.ntk == "off":
             return 1.0
         return max(1.0, length / self.config.train_length) if self.ntk == "length" else float(self.ntk)
@@ -381,6 +399,7 @@ class GPT(nn.Module):
         return Positions(angles, slopes, **others)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., W)."""
         return self._padded_logits(hidden)[..., : self.config.vocab_size]
 
     def _padded_logits(self, hidden: Tensor) -> Tensor:

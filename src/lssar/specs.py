@@ -54,6 +54,7 @@ class AttentionSpec:
     recentre: Recentre = "none"
     """Subtract the row's mean over its visible entries (rows with n_i <= 3 stay), then optionally l1 again."""
     negate: bool = False
+    """Use the negative of the weights (the inverse softmax of Table 1)."""
     p: float | None = None
     """Power of the re-weighting, >= 1; None: no re-weighting."""
     threshold: float = 1.0
@@ -119,7 +120,7 @@ class AttentionSpec:
 
     @property
     def literal(self) -> str:
-        """`to_dict` as a Python literal: how a spec travels into a registered operator."""
+        """`to_dict` as a Python literal, the form in which registered operators take a spec."""
         return self._literal  # type: ignore[attr-defined]
 
     @classmethod

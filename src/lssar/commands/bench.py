@@ -27,9 +27,9 @@ class Bench:
     dtypes: list[str] = field(default_factory=list)
     """float32 on a CPU and bfloat16 on a GPU, if none is given."""
     modes: list[str] = field(default_factory=lambda: ["forward", "backward", "both"])
-    """What to time."""
+    """What to time: forward, backward, both (forward and backward)."""
     batch: int = 1
-    """Sequences."""
+    """Sequences in a batch."""
     heads: int = 4
     """Query heads."""
     key_heads: int | None = None

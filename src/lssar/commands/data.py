@@ -48,7 +48,7 @@ class Prepare:
     """Share of the documents that is held out for validation; 0.01 unless another --val flag is given, 0 for none. Of
     few documents the last one is held out, or the end of it."""
     val_documents: int = 0
-    """Hold out this many first documents."""
+    """Hold out the first documents, this many of them."""
     val_shard: bool = False
     """Hold out the first shard, as llm.c does."""
     max_tokens: int | None = None

@@ -29,7 +29,7 @@ class Diagnose:
     """
 
     folder: tyro.conf.Positional[Path]
-    """Run folder."""
+    """Run folder or exported model."""
     multiples: list[int] = field(default_factory=lambda: [1, 4, 16])
     """Lengths, as multiples of the training length."""
     rows: int = 16

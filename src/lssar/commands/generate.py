@@ -15,7 +15,7 @@ class Generate:
     """Continue a prompt, printed token by token."""
 
     folder: tyro.conf.Positional[Path]
-    """Run folder."""
+    """Run folder or exported model."""
     prompt: str = "\n"
     """Text to continue."""
     tokens: int = 200
@@ -33,7 +33,7 @@ class Generate:
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one, if not given."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; on a GPU bfloat16 for a run that was trained in it, else float32, if not given."""
+    """Dtype of weights and cache. Default: on a GPU bfloat16 for a run that was trained in it, else float32."""
 
     def run(self) -> None:
         import torch

@@ -23,7 +23,8 @@ class Newton:
     """Newton's law from orbits: do models that predict motion find the force behind it, and with which attention?"""
 
     scale: Literal["ci", "smoke", "h200", "109m"] = "smoke"
-    """`smoke`: minutes on two cores. `h200`: 10M parameters, every arm, on a GPU. `109m`: the paper's model size."""
+    """`ci`: a test that all parts run. `smoke`: minutes on two cores. `h200`: 10M parameters, every arm, on a GPU.
+    `109m`: the paper's model size."""
     out: Path | None = None
     """Folder of the sweep; out/newton-SCALE, if not given. Arms finished there are not run again."""
     mechanisms: list[str] = field(default_factory=list)

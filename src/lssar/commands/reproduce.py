@@ -27,24 +27,25 @@ class Reproduce:
 
     Experiments: mixed, larger, larger-downstream, budget, controls, figure1, passkey, table4, figure2, stability,
     downstream, table1, table2, table3; or all.
-    Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md.
+    Stop it whenever you like: the same command resumes. `lssar reproduce report` writes docs/results.md and
+    docs/results-mixed.md.
     """
 
     names: tyro.conf.Positional[list[str]]
     """Experiments, or all."""
     scale: ScaleName = "smoke"
-    """smoke: minutes on two cores; laptop: an hour or two there, for models that have learned something; h200: 51M on
-    books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    """smoke: only shows that everything runs, minutes on two cores; laptop: small models that have learned something,
+    an hour or two on two cores; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
-    """Another number of training tokens for every arm."""
+    """Number of training tokens of every arm, in place of the scale's."""
     seeds: int | None = None
     """Train at most this many seeds of each row now; without it, as many as the row declares."""
     data: Path | None = None
     """Folder of shards; the scale's own, if not given: data/books, data/fineweb10B."""
     bench: Path | None = None
-    """Folder of benchmark files for `downstream`; data/bench, if not given. Only `downstream` needs it."""
+    """Folder of benchmark files, which only `downstream` and `larger-downstream` need; data/bench, if not given."""
     time_limit: float | None = None
-    """Seconds after which to save and stop, within an arm if need be."""
+    """Seconds after which to save and stop; an unfinished arm continues from its checkpoint."""
     whole_arms: bool = False
     """With --time-limit: start no arm that is unlikely to finish, for machines whose disk is lost at the end."""
     workers: int = 1
@@ -128,7 +129,7 @@ class Reproduce:
 
 @dataclass
 class Report:
-    """Write docs/results.md and its tables and figures from the results that are there; train nothing."""
+    """Write docs/results.md and docs/results-mixed.md, their tables and figures from finished arms; train nothing."""
 
     scale: ScaleName = "h200"
     """Scale whose results are written up."""
@@ -137,7 +138,7 @@ class Report:
     out: Path | None = None
     """Folder that holds results/, if not the scale's own."""
     page: Path | None = None
-    """docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
+    """Page to write; docs/results.md for `h200`, docs/results-SCALE.md for others, if not given."""
     check: bool = False
     """Write nothing, and fail if the page does not match the results."""
 

@@ -155,7 +155,7 @@ def flags_for(recipe: Recipe, out: Path | None) -> Any:
     hints, helps = get_type_hints(Recipe, include_extras=True), field_docs(Recipe)
     hints |= {"out": Path | None, "stop_after": float | None, "log": tuple[Logger, ...], **get_type_hints(DryRun)}
     helps |= field_docs(DryRun) | {
-        "out": "Run folder; runs/RECIPE-ATTENTION-SEED, if not given. A run that is there already is resumed.",
+        "out": "Run folder; runs/RECIPE-ATTENTION-seedN, if not given. A run that is there already is resumed.",
         "stop_after": "Seconds after which to save and stop; the same command resumes.",
         "log": "Where to send the metrics besides metrics.jsonl: tensorboard, wandb (each needs its package).",
     }

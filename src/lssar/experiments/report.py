@@ -19,9 +19,9 @@ HEAD = """# Results{at}
 
 <!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
 
-The claims of the paper, tested at a smaller scale and beside controls that the paper does not have. Every number below
-is in the JSON files under `{results}`, one for each trained arm, with its recipe, seed, data, machine, versions and
-commit. [reproduce.md](reproduce.md) says how to run the experiments.
+This page tests the claims of the paper at a smaller scale, beside controls that the paper does not have. Every number
+below is in the JSON files under `{results}`, one for each trained arm, with its recipe, seed, data, machine, versions
+and commit. [reproduce.md](reproduce.md) says how to run the experiments.
 
 """
 
@@ -30,15 +30,16 @@ MIXED_HEAD = """# Results of mixed layouts{at}
 
 <!-- Written by `lssar reproduce report` from the JSON files under results/; do not edit. -->
 
-Models with local layers (softmax, rotary positions, a window of {window} tokens) and global layers without positions,
-trained at {length} tokens and evaluated to {farthest} times that length. Every number below is in the JSON files under
-`{results}`, one for each trained arm, with its recipe, seed, data, machine, versions and commit. The rules below were
-written before the runs.
+This page has the results of models with local layers (softmax, rotary positions, a window of {window} tokens) and
+global layers without positions ([long-reader.md](long-reader.md)). They are trained at {length} tokens and evaluated to
+{farthest} times that length. Every number below is in the JSON files under `{results}`, one for each trained arm, with
+its recipe, seed, data, machine, versions and commit. The rules below were written before the runs.
 
-Loss: held-out documents joined one after the other, cut into pieces of {longest:,} {units}; every length sees the same
-tokens, and a document boundary can only make more context harder to use. Retrieval: a passkey has a context of its own
-(from 256x on a third of the passkeys for each seed); up to 8 needles share one, and 16 pairs to recall; intervals count
-contexts as clusters. A cell in which the first 32 answers are all wrong stops there.
+- Loss: held-out documents are joined and cut into pieces of {longest:,} {units}. Every length sees the same tokens, and
+  a document boundary can only make more context harder to use.
+- Retrieval: every passkey has a context of its own (from 256x on, each seed is asked a third of the passkeys). Up to 8
+  needles share a context, and so do 16 pairs to recall; intervals count contexts as clusters. If the first 32 answers
+  of a cell are wrong, no more are asked.
 
 """
 
@@ -67,8 +68,8 @@ def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dic
     )  # fmt: skip
     text += (
         f"Scale `{scale.name}`: {r.size} on {scale.data}, {r.steps:,} steps of {r.batch_tokens:,} {units} "
-        f"({r.steps * r.batch_tokens:,} in all), {r.retrieval_share:.0%} of the windows retrieval "
-        f"({', '.join(r.retrieval_tasks)}).\n\n"
+        f"({r.steps * r.batch_tokens:,} in all), {r.retrieval_share:.0%} of the windows with retrieval "
+        f"tasks ({', '.join(r.retrieval_tasks)}).\n\n"
     )
     unfinished = (
         "**Preliminary**: some runs are not finished (listed at the end), so verdicts rest on fewer seeds than "
@@ -123,7 +124,7 @@ def claims_section(claims: list[dict[str, Any]], beside: dict[str, str], about: 
         verdict = f"**{c['verdict']}**" + (f" ({beside[c['claim']]})" if c["claim"] in beside else "")
         rows.append([c["claim"], f"{c['text']} ({c['source']})", verdict, c["evidence"], f"`{c['command']}`"])
     text += markdown_table(["", "claim", "verdict", "evidence", "command"], rows)
-    text += "\nThe rules that decide, applied by `src/lssar/experiments/claims.py`:\n\n"
+    text += "\nThe rules that decide (`claims.py` and `mixed_claims.py` in `src/lssar/experiments`):\n\n"
     text += "".join(f"- {c['claim']}: {c['rule']}.\n" for c in claims)
     return text
 

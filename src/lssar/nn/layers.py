@@ -41,8 +41,10 @@ class Attention(Mechanisms, nn.Module):
         key_heads: fewer than heads: grouped queries.
         head_size: width / heads, if not given.
         window: how many tokens a row sees, its own included.
-        position: `rope`, `alibi` (dot-product softmax only) or `none`.
+        position: `rope`, `alibi` (dot-product softmax only) or `none`; by default that of `spec`, else `rope`.
+        rope_base: base of the rotary frequencies.
         projection: `plain`, or `tpa` for tensor-product attention with the given `ranks` of q, k and v.
+        bias: whether the linear layers have biases.
 
     Example:
         >>> layer = lssar.nn.Attention(64, heads=4, spec="lssar", window=128).double()
@@ -95,7 +97,7 @@ class Attention(Mechanisms, nn.Module):
             getattr(self, name).copy_(torch.tensor(values))
 
     def new_cache(self, room: int, window: int | None = None) -> LayerCache:
-        """A cache for up to `room` tokens; it keeps the last ones only if the layer has a window or one is given."""
+        """A cache for up to `room` tokens; with a window, the layer's or the one given, it keeps only the last ones."""
         return LayerCache(room, narrower(self.window, window), ordered=self.position == "alibi")
 
     def positions(self, x: Tensor, cache: LayerCache | None = None, cu_seqlens: Tensor | None = None) -> Positions:

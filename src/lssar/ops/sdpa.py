@@ -23,7 +23,7 @@ def why_not(
     if q.dtype == torch.float64:
         return "PyTorch's fused kernels have no float64"
     if masked:
-        return "masks, windows, packs and padding go through impl='tiled'"
+        return "PyTorch's fused kernels take no masks, windows, packs or padding here"
     if return_weights:
         return "it does not form the weights"
     if causal and q.shape[2] > k.shape[2]:

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides a run, as one flat value, and the registry of named ones."""
+"""Recipes: all settings of a training run as one dataclass, and the registry of named ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Recipe:
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     window: int | None = None
-    """Sliding window of every layer, in tokens; none if not given."""
+    """Sliding window of every layer of a uniform layout, in tokens; none if not given."""
     heads: int | None = None
     """Another number of heads than the size has; the width stays."""
     key_heads: int | None = None
@@ -59,7 +59,7 @@ class Recipe:
     data: str = ""
     """Folder with *_train_*.bin and *_val_*.bin (made by `lssar data`), or `stdlib`: Python's own source, as bytes."""
     vocab_size: int = 50257
-    """For data without a manifest.json; otherwise the manifest decides."""
+    """Size of the vocabulary, for data without a manifest.json; otherwise the manifest decides."""
     length: int = 1024
     """Training length: tokens of context."""
     pack: bool = False
@@ -67,14 +67,14 @@ class Recipe:
     retrieval_share: float = 0.0
     """Share of the training windows that are documents which ask for retrieval (see docs/evaluation.md)."""
     retrieval_tasks: tuple[str, ...] = ("passkey", "needles", "recall", "copy")
-    """What those documents are."""
+    """Tasks of those documents: passkey, needles, recall, copy."""
     # optimisation
     steps: int = 18_865
     """Optimiser steps."""
     batch_tokens: int = 524_288
-    """Tokens of one step, over all processes and accumulation."""
+    """Tokens of one step, over all processes and micro-batches."""
     micro_batch: int = 32
-    """Sequences in one forward of one process."""
+    """Sequences in one forward pass of one process."""
     optimiser: Optimiser = "adamw"
     """`muon`: Muon for the matrices of the blocks, AdamW for the rest."""
     lr: float = 6e-4
@@ -86,14 +86,14 @@ class Recipe:
     decay_share: float = 0.2
     """`wsd`: share of the steps at the end over which the rate falls to 0."""
     weight_decay: float = 0.1
-    """Of matrices; norms and biases have none."""
+    """Weight decay of matrices; norms and biases have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Decay rates of the two moments of AdamW."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     # running
     seed: int = 0
-    """Of the weights and of the order of the data."""
+    """Seed of the weights and of the order of the data."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """bfloat16: autocast, weights and optimiser stay float32."""
     compile: bool = True
@@ -101,9 +101,9 @@ class Recipe:
     parallel: Parallel = "ddp"
     """Under torchrun: replicate the model (ddp) or shard it (fsdp, FSDP2)."""
     context_parallel: int = 1
-    """Processes that hold a part of every sequence each; the number of all processes is a multiple of it."""
+    """Number of processes that share each sequence in equal parts; it must divide the number of all processes."""
     checkpoint_layers: bool = False
-    """Recompute activations in the backward pass, which saves memory."""
+    """Recompute activations in the backward pass, which saves memory and takes time."""
     eval_every: int = 250
     """Steps between evaluations on held-out data."""
     eval_batches: int = 20
