@@ -46,13 +46,14 @@ def test_alibi_slopes():
     assert len(set(alibi_slopes(12).tolist())) == 12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_alibi_adds_its_bias(dtype):
-    """Against the bias written out densely, at positions that bfloat16 cannot hold in one number."""
+@pytest.mark.parametrize("first_key", [0, 65_300, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_alibi_adds_its_bias(dtype, first_key):
+    """Against the bias written out densely, at positions that bfloat16 cannot hold in one number, or even in two."""
     heads, length, d = 4, 600, 16
     q, k, v = (torch.randn(1, heads, length, d).to(dtype) for _ in range(3))
     slopes = alibi_slopes(heads)
-    o = lssar.attention(*add_alibi(q, k, slopes), v, "softmax")
+    o = lssar.attention(*add_alibi(q, k, slopes, first_key), v, "softmax")
     i = torch.arange(length)
     bias = slopes[:, None, None].double() * (i[None, :] - i[:, None])
     s = q.double() @ k.double().mT / math.sqrt(d) + bias

@@ -58,23 +58,27 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
 
 
 ALIBI_ROOM = 8
-"""Dimensions that ALiBi adds to a head. It uses two; fused softmax kernels need multiples of eight."""
+"""Dimensions that ALiBi adds to a head. It uses three; fused softmax kernels need multiples of eight."""
 
 
 def add_alibi(q: Tensor, k: Tensor, slopes: Tensor, first_key: int = 0) -> tuple[Tensor, Tensor]:
     """q and k with further dimensions whose product adds slope * j to the scores of a dot-product softmax.
 
-    ALiBi adds slope * (j - i), which differs by a constant of the row, and softmax is invariant to that. Positions are
-    split as 256 * high + low, because bfloat16 holds integers up to 256 only. The larger head size changes the
-    1 / sqrt(d) of the scores; q is scaled to compensate.
+    ALiBi adds slope * (j - i), which differs by a constant of the row, and softmax is invariant to that. bfloat16 holds
+    integers up to 256 only, so positions are split as 256 * (middle + top) + low, where top is a multiple of 256: every
+    part is exact up to position 2^24, and float16 holds it too, as it would not hold a slope times 65,536. The larger
+    head size changes the 1 / sqrt(d) of the scores; q is scaled to compensate.
     """
     heads, keys, d = q.shape[1], k.shape[2], q.shape[-1]
     grow = math.sqrt((d + ALIBI_ROOM) / d)
     slope = (slopes.to(q.device)[:, None, None] * math.sqrt(d + ALIBI_ROOM)).expand(q.shape[0], heads, q.shape[2], 1)
     position = torch.arange(first_key, first_key + keys, device=k.device)
-    parts = torch.stack([position // 256, position % 256], -1).to(k.dtype).expand(k.shape[0], k.shape[1], keys, 2)
-    q = torch.cat([q * grow, (256 * slope).to(q.dtype), slope.to(q.dtype)], -1)
-    rest = (0, ALIBI_ROOM - 2)
+    high, low = position // 256, position % 256
+    middle = high % 256
+    parts = torch.stack([middle, low, high - middle], -1).to(k.dtype).expand(k.shape[0], k.shape[1], keys, 3)
+    steep, slope = (256 * slope).to(q.dtype), slope.to(q.dtype)
+    q = torch.cat([q * grow, steep, slope, steep], -1)
+    rest = (0, ALIBI_ROOM - 3)
     return F.pad(q, rest), F.pad(torch.cat([k, parts], -1), rest)
 
 
