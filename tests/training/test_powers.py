@@ -43,8 +43,10 @@ def test_ramps():
     [
         ("", "is no stage"),
         ("three", "is no stage"),
-        ("3:0.4,0.5", "at least 1"),
-        ("nan", "at least 1"),
+        ("3:0.4,0.5", "must be a finite number >= 1 .*got 0.5"),
+        ("nan", "must be a finite number >= 1"),
+        ("3:0.5,2e7:0.8,15", "at most 16777216.*got 20000000.0"),
+        ("3..2e7:0.8,15", "at most 16777216"),
         ("3:0.7,7:0.4,15", "rising shares"),
         ("3,7", "needs an end"),
         ("3:1.5", "at most 1"),

@@ -9,8 +9,9 @@ The last value holds to the end of training; it is the power of the trained mode
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+from lssar.specs import check_power
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,11 @@ class PowerSchedule:
                     f"power schedule {text!r}: {word!r} is no stage; wanted P[:UNTIL] or FROM..TO[:UNTIL], "
                     "e.g. 3:0.4,7:0.7,15"
                 ) from None
-            if not all(math.isfinite(p) and p >= 1 for p in (stage.first, stage.last)):
-                raise ValueError(f"power schedule {text!r}: powers must be finite and at least 1; got {word!r}")
+            for power in (stage.first, stage.last):
+                try:
+                    check_power(power)
+                except ValueError as error:
+                    raise ValueError(f"power schedule {text!r}: {error}") from None
             if not (stages[-1].until if stages else 0.0) < stage.until <= 1:
                 raise ValueError(
                     f"power schedule {text!r}: stages must end at rising shares of the steps, at most 1; got {word!r}"
