@@ -37,6 +37,12 @@ def test_numbers_of_a_mechanism_survive():
     assert str(LayerConfig((lssar.spec("softmax").reweighted(3),))) == "softmax,p=3"
 
 
+@pytest.mark.parametrize("p", [2.123456789, 1_000_001, 1_000_000, 2**24, 31.5])
+def test_numbers_survive_in_every_digit(p):
+    pattern = (LayerConfig((lssar.spec("lssar", p=p), lssar.spec("ssmax", head_scale=-p * 1e30))),)
+    assert parse_layout(format_layout(pattern)) == pattern
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -44,6 +50,7 @@ def test_numbers_of_a_mechanism_survive():
         ("mixed", "softmax@128*3 attention/none"),
         ("mixed@64", "softmax@64*3 attention/none"),
         ("mixed@32*7", "softmax@32*7 attention/none"),
+        (" mixed ", "softmax@128*3 attention/none"),
         ("softmax@9 lssar", "softmax@9 lssar"),
     ],
 )
@@ -68,6 +75,8 @@ def test_names(name, text):
         ("lssar@0", "window must be an integer >= 1"),
         ("lssar/alibi", "alibi needs a dot-product softmax"),
         ("mixed@*3", "is no layer"),
+        ("lssar*3000000", "more than 10,000 layers"),
+        ("softmax@9*6000 lssar*6000", "more than 10,000 layers"),
     ],
 )
 def test_mistakes(text, words):

@@ -26,6 +26,8 @@ from lssar.specs import AttentionSpec, parse_spec, spec, specs
 Position = Literal["rope", "alibi", "none"]
 UNIFORM = "uniform"
 MIXED_WINDOW, MIXED_LOCAL = 128, 3
+MOST_LAYERS = 10_000
+"""More than any model has; a layout of more is refused before its layers are made."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,10 @@ _MIXED = re.compile(r"mixed(@(?P<window>\d+))?(\*(?P<local>\d+))?")
 
 
 def expand(text: str) -> str:
-    """A layout without names: `uniform` is `attention`; `mixed[@WINDOW][*LOCAL]` is so many local softmax layers with
-    that window and rotary positions, then `attention` without positions. Others are returned as they are."""
+    """A layout without names and outer spaces: `uniform` is `attention`; `mixed[@WINDOW][*LOCAL]` is so many local
+    softmax layers with that window and rotary positions, then `attention` without positions. Others stay as they are.
+    """
+    text = text.strip()
     if text == UNIFORM:
         return "attention"
     if found := _MIXED.fullmatch(text):
@@ -171,6 +175,8 @@ def parse_layout(text: str, attention: LayerConfig | None = None) -> Pattern:
         times = int(found["times"] or 1)
         if times < 1:
             raise ValueError(f"layout {text!r}: {word!r} repeats a layer {times} times; wanted at least 1")
+        if len(pattern) + times > MOST_LAYERS:
+            raise ValueError(f"layout {text!r} has more than {MOST_LAYERS:,} layers, the most that a layout may have")
         pattern += [layer] * times
     if not pattern:
         raise ValueError("a layout needs at least one layer; got an empty text")
@@ -225,5 +231,11 @@ def spec_text(mechanism: AttentionSpec) -> str:
         for name in ("p", "head_scale", "gamma", "threshold", "learned_threshold")
         if getattr(mechanism, name) != getattr(usual, name) and getattr(mechanism, name) is not None
     }
-    shown = (f",{name}={str(x).lower() if isinstance(x, bool) else f'{x:g}'}" for name, x in changed.items())
+    shown = (f",{name}={str(x).lower() if isinstance(x, bool) else number_text(x)}" for name, x in changed.items())
     return mechanism.name + "".join(shown)
+
+
+def number_text(x: float) -> str:
+    """The number in as few digits as give it back, without the plus sign that divides the heads of a layer."""
+    short = f"{x:g}"
+    return (short if float(short) == x else repr(x).removesuffix(".0")).replace("+", "")
