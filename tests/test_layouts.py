@@ -104,6 +104,8 @@ def test_recipes_say_what_layers_are():
     assert own.layout == "cosine_softmax@32 ssmax"
     annealed = recipe_with(layout="mixed", p_schedule="3:0.5,31").model()
     assert annealed.layout == "softmax@128*3 lssar,p=31/none"
+    for same in ({"attention": "lssar,p=31"}, {"p": 31}, {"layout": "softmax@128*3 lssar,p=31/none"}):
+        assert recipe_with(**{"layout": "mixed", "p_schedule": "3:0.5,31", **same}).model() == annealed
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,10 @@ def test_recipes_say_what_layers_are():
         ({"layout": "softmax@9*5"}, "more than the model's 4"),
         ({"attention": "softmax", "p_schedule": "3:0.5,15"}, "needs a mechanism that is re-weighted"),
         ({"p": 3, "p_schedule": "3:0.5,15"}, "contradicts p_schedule"),
+        ({"p": 15, "p_schedule": "3:0.5,31"}, "p = 15 of 'lssar' contradicts p_schedule"),
+        ({"layout": "softmax@9 lssar,p=15/none", "p_schedule": "3:0.5,31"}, "p = 15 of 'lssar' contradicts"),
+        ({"layout": "lssar,p=15+lssar,p=31", "p_schedule": "3:0.5,31"}, "p = 15 of 'lssar' contradicts"),
+        ({"attention": "lssar,p=15", "p_schedule": "3:0.5,31"}, "p = 15 of 'lssar' contradicts"),
         ({"attention": "lssa+lssar", "heads": 1}, "1 heads do not divide"),
     ],
 )

@@ -125,14 +125,14 @@ class LayerConfig:
 Pattern = tuple[LayerConfig, ...]
 
 
-def parse_mechanisms(text: str) -> LayerConfig:
-    """A layer from its mechanisms alone: `lssar`, `lssar,p=3`, `lssa+lssar`, `lssa:1+lssar:3`."""
+def parse_mechanisms(text: str, p: float | None = None) -> LayerConfig:
+    """A layer from its mechanisms alone: `lssar,p=3`, `lssa+lssar`, `lssa:1+lssar:3`; `p` is as in `parse_spec`."""
     found, shares = [], []
     for part in text.split("+"):
         name, _, share = part.partition(":")
         if share and not share.isdecimal():
             raise ValueError(f"{text!r}: the share of {name!r} must be an integer; got {share!r}")
-        found.append(parse_spec(name))
+        found.append(parse_spec(name, p))
         shares.append(int(share or 1))
     return LayerConfig(tuple(found), tuple(shares))
 
@@ -154,8 +154,8 @@ def expand(text: str) -> str:
     return text
 
 
-def parse_layout(text: str, attention: LayerConfig | None = None) -> Pattern:
-    """The layers of a layout; `attention` gives the mechanisms that the word stands for."""
+def parse_layout(text: str, attention: LayerConfig | None = None, p: float | None = None) -> Pattern:
+    """The layers of a layout; `attention` gives the mechanisms that the word stands for, `p` is as in `parse_spec`."""
     pattern: list[LayerConfig] = []
     for word in expand(text).split():
         found = _LAYER.fullmatch(word)
@@ -165,7 +165,7 @@ def parse_layout(text: str, attention: LayerConfig | None = None) -> Pattern:
                 f"layouts 'uniform' and 'mixed[@WINDOW][*LOCAL]'"
             )
         if found["mechanisms"] != "attention":
-            layer = _mechanisms(found["mechanisms"], text)
+            layer = _mechanisms(found["mechanisms"], text, p)
         elif attention is not None:
             layer = attention
         else:
@@ -183,9 +183,9 @@ def parse_layout(text: str, attention: LayerConfig | None = None) -> Pattern:
     return tuple(pattern)
 
 
-def _mechanisms(text: str, layout: str) -> LayerConfig:
+def _mechanisms(text: str, layout: str, p: float | None) -> LayerConfig:
     try:
-        return parse_mechanisms(text)
+        return parse_mechanisms(text, p)
     except ValueError as error:
         raise ValueError(f"layout {layout!r}: {error}") from None
 

@@ -231,8 +231,11 @@ def spec(base: str | AttentionSpec, /, **changes: Any) -> AttentionSpec:
     return _SPECS[base].replace(**changes)
 
 
-def parse_spec(text: str) -> AttentionSpec:
-    """A mechanism as it is written on a command line: `lssar`, or with fields changed, `lssar,p=3`."""
+def parse_spec(text: str, p: float | None = None) -> AttentionSpec:
+    """A mechanism as it is written on a command line: `lssar`, or with fields changed, `lssar,p=3`.
+
+    `p` is the power of a re-weighted mechanism whose text has none; if not given, that of the table.
+    """
     name, *changes = text.split(",")
     fields: dict[str, Any] = {}
     for change in changes:
@@ -244,4 +247,6 @@ def parse_spec(text: str) -> AttentionSpec:
             fields[field] = float(value)
         except ValueError:
             raise ValueError(f"{text!r}: expected NAME or NAME,FIELD=NUMBER (or true, false), e.g. lssar,p=3") from None
+    if p is not None and "p" not in fields and spec(name).p is not None:
+        fields["p"] = p
     return spec(name, **fields)

@@ -14,7 +14,7 @@ from lssar.data.tasks import TASKS
 from lssar.layouts import UNIFORM, LayerConfig, Pattern, format_layout, names_attention, parse_layout, parse_mechanisms
 from lssar.model import ModelConfig, model_config
 from lssar.records import read_sealed_json
-from lssar.specs import AttentionSpec, spec
+from lssar.specs import AttentionSpec
 from lssar.training.powers import PowerSchedule
 
 CONFIG = "config.json"
@@ -168,10 +168,11 @@ class Recipe:
                 f"layout {self.layout!r} has its own windows and positions; --window and --position do not apply"
             )
         else:
-            pattern = parse_layout(self.layout, attention)
+            pattern = parse_layout(self.layout, attention, self._final_power)
         pattern = tuple(layer.map(lambda s: s.replace(train_length=self.length)) for layer in pattern)
         if self.p_schedule is not None:
-            pattern = tuple(layer.map(self._final) for layer in pattern)
+            for mechanism in (s for layer in pattern for s in layer.specs):
+                self._check_final(mechanism)
             if all(s.p is None for layer in pattern for s in layer.specs):
                 raise ValueError(f"p_schedule needs a mechanism that is re-weighted; got {format_layout(pattern)!r}")
         if uniform and len(attention.specs) == 1:
@@ -180,7 +181,7 @@ class Recipe:
 
     def _attention(self) -> LayerConfig:
         """The mechanisms that `attention` and `p` describe."""
-        layer = parse_mechanisms(self.attention)
+        layer = parse_mechanisms(self.attention, self._final_power)
         if self.p is None:
             return layer
         if not names_attention(self.layout):
@@ -189,19 +190,18 @@ class Recipe:
             return layer.map(lambda s: s.replace(p=self.p))
         return layer.map(lambda s: s if s.p is None else s.replace(p=self.p))
 
-    def _final(self, mechanism: AttentionSpec) -> AttentionSpec:
-        """The mechanism with the last power of the schedule, if it is re-weighted."""
-        assert self.p_schedule is not None
-        final = PowerSchedule.parse(self.p_schedule).final
-        if mechanism.p is None:
-            return mechanism
-        usual = spec(mechanism.name).p
-        if mechanism.p not in (usual, final):
+    @property
+    def _final_power(self) -> float | None:
+        """The power that the schedule ends at, if there is one."""
+        return None if self.p_schedule is None else PowerSchedule.parse(self.p_schedule).final
+
+    def _check_final(self, mechanism: AttentionSpec) -> None:
+        """ValueError if the mechanism names a power of its own that is not the last of the schedule."""
+        if mechanism.p not in (None, final := self._final_power):
             raise ValueError(
                 f"p = {mechanism.p:g} of {mechanism.name!r} contradicts p_schedule {self.p_schedule!r}, which ends at "
                 f"{final:g}"
             )
-        return mechanism.replace(p=final)
 
     def micro_steps(self, world: int) -> int:
         """Forwards of one process in one step, of `world` processes."""
