@@ -111,6 +111,18 @@ def test_specs_and_doctor_for_programs(capsys):
     assert f"native           {found['kernels']['native']}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        (["--attention", "lssar"], "long-tiny-lssar-seed0"),
+        (["--attention", "lssar", "--layout", "mixed@8"], "long-tiny-lssar-mixed@8-seed0"),
+        (["--layout", "softmax@16 ssmax/none"], "long-tiny-softmax@16-ssmax-none-seed0"),
+    ],
+)
+def test_a_run_folder_is_named_after_what_is_trained(flags, folder):
+    assert Train.parse(["long-tiny", *flags]).out == Path("runs") / folder
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 @pytest.mark.parametrize("words", [["bench", "--lengths", "16"], ["newton"]], ids=str)
 def test_a_device_that_is_not_there(words, capsys):
@@ -146,6 +158,12 @@ def test_durations(seconds, words):
         (["train", "tiny-cpu", "--stepz", "5"], 2, "stepz"),
         (["train", "books-51m", "--out", "NEW"], 1, "no training shards"),
         (["train", "tiny-cpu", "--attention", "lsar"], 1, "unknown attention spec 'lsar'"),
+        (
+            ["train", "long-tiny", "--attention", "lssar", "--layout", "softmax@9 ssmax"],
+            1,
+            "--attention does not apply",
+        ),
+        (["train", "long-tiny", "--attention=cosine_softmax", "--layout", "lssar"], 1, "--attention does not apply"),
         (["eval", "speed"], 2, "`lssar eval` has length, retrieval, downstream"),
         (["eval", "length", "NEW"], 1, "no run folder"),
         (["generate", "NEW"], 1, "no run folder"),

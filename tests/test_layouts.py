@@ -4,7 +4,7 @@ import pytest
 
 import lssar
 from lssar.layouts import LayerConfig, expand, format_layout, parse_layout, parse_mechanisms, shortest
-from lssar.training.recipes import RECIPES, Recipe
+from lssar.training.recipes import RECIPES, Recipe, recipe
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,15 @@ def test_recipes_that_contradict_themselves(changes, words):
         recipe_with(**changes)
 
 
+def test_an_attention_that_the_layout_does_not_use_is_refused():
+    """Given to a recipe; in one that is read from a file it may be the default."""
+    with pytest.raises(ValueError, match="'softmax@9 ssmax/none' has its own mechanisms; --attention does not apply"):
+        recipe("long-tiny", attention="lssar", layout="softmax@9 ssmax/none")
+    own = recipe("long-tiny", layout="softmax@9 ssmax/none")
+    assert (own.mechanism, Recipe.from_dict(own.to_dict())) == ("softmax@9 ssmax/none", own)
+    assert recipe("long-tiny", attention="lssar", layout="softmax@9 attention").mechanism == "lssar"
+
+
 def test_every_recipe_is_plain_values():
-    for name, recipe in RECIPES.items():
-        assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe, name
+    for name, made in RECIPES.items():
+        assert Recipe.from_dict(json.loads(json.dumps(made.to_dict()))) == made, name

@@ -62,6 +62,8 @@ def test_devices_are_checked():
 
 
 def test_names_tell_runs_apart():
+    own = TINY.replace(layout="softmax@16 ssmax/none")  # its `attention` is not in the model
+    assert unique_names([own, TINY.replace(layout="mixed@8*1")]) == ["softmax@16 ssmax/none", "lssar, mixed@8*1"]
     same = [TINY, TINY.replace(seed=1), TINY.replace(p=3.0), TINY.replace(attention="softmax")]
     assert unique_names(same) == ["lssar, seed 0", "lssar, seed 1", "lssar, p=3", "softmax"]
     twins = unique_names([TINY, TINY], [Path("a/first"), Path("b/second")])

@@ -195,6 +195,11 @@ def names_attention(text: str) -> bool:
     return any(re.match(r"attention(?![^@/*])", word) for word in expand(text).split())
 
 
+def mechanism_name(attention: str, layout: str) -> str:
+    """What a model of this layout is named after: `attention`, or the layout itself where that leaves nothing open."""
+    return attention if names_attention(layout) else layout
+
+
 def format_layout(pattern: Iterable[LayerConfig]) -> str:
     """The text of a pattern; `parse_layout` reads it back."""
     words = []

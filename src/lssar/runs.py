@@ -16,6 +16,7 @@ import torch
 
 from lssar.data.folder import DataFolder, find_data
 from lssar.data.tokenizers import Tokenizer, load_tokenizer
+from lssar.layouts import UNIFORM
 from lssar.model import GPT
 from lssar.records import read_json
 from lssar.training import checkpoints
@@ -158,10 +159,9 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
 
 def run_label(recipe: Recipe) -> str:
     """Name of a mechanism in tables and figures: attention, layout and power where they are not the default."""
-    layout = getattr(recipe, "layout", "uniform")
-    words = [recipe.attention]
-    if layout != "uniform":
-        words.append(str(layout))
+    words = [recipe.mechanism]
+    if recipe.layout not in (UNIFORM, recipe.mechanism):
+        words.append(recipe.layout)
     if recipe.p is not None:
         words.append(f"p={recipe.p:g}")
     return ", ".join(words)

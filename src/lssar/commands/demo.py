@@ -99,7 +99,7 @@ class Demo:
 
     def _about(self, run: Run) -> dict[str, Any]:
         return {
-            "attention": run.recipe.attention, "train_length": run.recipe.length, "recipe": run.recipe.to_dict(),
+            "attention": run.recipe.mechanism, "train_length": run.recipe.length, "recipe": run.recipe.to_dict(),
             "command": command_line(), "environment": environment(),
         }  # fmt: skip
 
@@ -122,7 +122,7 @@ class Demo:
         lengths = [run.recipe.length * multiple for multiple in self.multiples[:3]]
         documents = held_out_documents(data.path, run.recipe.vocab_size, max(lengths) + 1)
         ids = torch.stack([piece[:-1] for piece in pieces_of(documents, max(lengths), 1)])
-        about = {"run": run.folder.name, "step": run.step, "attention": run.recipe.attention}
+        about = {"run": run.folder.name, "step": run.step, "attention": run.recipe.mechanism}
         return diagnose(model, ids, lengths, rows=4) | about
 
     def _write(

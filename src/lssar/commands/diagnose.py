@@ -64,7 +64,7 @@ class Diagnose:
         ids = torch.stack([piece[:-1] for piece in pieces]).to(run.device)
         with console.status("computing attention rows"):
             result = diagnose(run.model(), ids, lengths, self.rows)
-        result |= {"run": self.folder.name, "attention": recipe.attention, "label": run.name, "step": run.step}
+        result |= {"run": self.folder.name, "attention": recipe.mechanism, "label": run.name, "step": run.step}
         result |= {"train_length": recipe.length, "recipe": recipe.to_dict()}
         result |= {"command": command_line(), "environment": environment()}
         files = [write_json(self.out.with_suffix(".json"), result, self.overwrite)]

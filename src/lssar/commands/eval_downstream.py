@@ -224,7 +224,7 @@ class _Model:
             recipe = self.run.recipe
             window = c.window if c.window is not None else recipe.window
             identity |= {"step": self.run.step, "ntk": c.ntk, "window": window}
-            about |= {"attention": recipe.attention, "recipe": recipe.to_dict()}
+            about |= {"attention": recipe.mechanism, "recipe": recipe.to_dict()}
         return find_or_add_arm(result, identity, about)
 
     def measure(self, task: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class Length:
         recipe, model = run.recipe, run.model()
         lengths, pieces = self._pieces(run, model)
         about = {
-            "run": run.folder.name, "label": run.name, "attention": recipe.attention, "step": run.step,
+            "run": run.folder.name, "label": run.name, "attention": recipe.mechanism, "step": run.step,
             "training": summarise(read_metrics(run.folder)), "train_length": recipe.length, "recipe": recipe.to_dict(),
         }  # fmt: skip
         curves = []

@@ -157,7 +157,7 @@ class Retrieval:
         window = self.window if self.window is not None else recipe.window
         identity = {"run": run.folder.name, "step": run.step, "ntk": self.ntk, "window": window}
         about = {
-            "label": run.name, "attention": recipe.attention, "train_length": recipe.length,
+            "label": run.name, "attention": recipe.mechanism, "train_length": recipe.length,
             "recipe": recipe.to_dict(), "rows": [],
         }  # fmt: skip
         return find_or_add_arm(result, identity, about)

@@ -19,7 +19,7 @@ from lssar.data.folder import DataFolder, find_data
 from lssar.records import warn
 from lssar.runs import run_label
 from lssar.training.metrics import Logger
-from lssar.training.recipes import RECIPES, Recipe, read_recipe
+from lssar.training.recipes import RECIPES, Recipe, read_recipe, refuse_ignored
 
 SECTIONS = {"size": "model", "data": "data", "steps": "optimisation", "seed": "run"}
 """Groups of flags in `lssar train RECIPE --help`, by the field of `Recipe` that each begins with."""
@@ -78,6 +78,8 @@ class Train:
         out, stop_after, log = (values.pop(name) for name in NOT_IN_RECIPE)
         dry = DryRun(**{field.name: values.pop(field.name) for field in dataclasses.fields(DryRun)})
         recipe = Recipe(**values)
+        if any(word.partition("=")[0] == "--attention" for word in rest):
+            refuse_ignored("attention", recipe.layout)
         return cls(recipe, out or Path("runs") / _folder(name, recipe), stop_after, log, dry)
 
     def run(self) -> None:
@@ -144,10 +146,10 @@ def sections() -> dict[str, list[str]]:
 def _folder(name: str, recipe: Recipe) -> str:
     """A run's folder: its mechanism, and its layout and power where they are not those of the named recipe."""
     usual = RECIPES.get(name, recipe)
-    layout = "" if recipe.layout == usual.layout else f"-{recipe.layout}"
+    layout = "" if recipe.layout in (usual.layout, recipe.mechanism) else f"-{recipe.layout}"
     power = "" if recipe.p is None else f"-p{recipe.p:g}"
     schedule = "" if recipe.p_schedule in (None, usual.p_schedule) else f"-p{recipe.p_schedule}"
-    return re.sub(r"[^\w.,+@-]+", "-", f"{name}-{recipe.attention}{layout}{power}{schedule}-seed{recipe.seed}")
+    return re.sub(r"[^\w.,+@-]+", "-", f"{name}-{recipe.mechanism}{layout}{power}{schedule}-seed{recipe.seed}")
 
 
 def flags_for(recipe: Recipe, out: Path | None) -> Any:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lssar.layouts import UNIFORM, mechanism_name
+
 EVALUATION = "evaluation"
 """Folder in a run or an exported model whose JSON files belong to it; `lssar report --compute` writes there."""
 
@@ -183,5 +185,10 @@ def _label(runs: Iterable[RunRecord]) -> None:
 
 
 def _mechanism(run: RunRecord) -> str:
-    attention, p = run.recipe.get("attention", ""), run.recipe.get("p")
-    return f"{attention}, p={p:g}" if attention and p is not None else str(attention)
+    attention, p = mechanism_of(run.recipe), run.recipe.get("p")
+    return f"{attention}, p={p:g}" if attention and p is not None else attention
+
+
+def mechanism_of(recipe: dict[str, Any]) -> str:
+    """`Recipe.mechanism` of a recipe as a file has it; empty where the file has none."""
+    return mechanism_name(str(recipe.get("attention", "")), str(recipe.get("layout") or UNIFORM))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lssar.plots.style import COLOURS, OTHER_COLOURS
-from lssar.report.collect import RunRecord
+from lssar.report.collect import RunRecord, mechanism_of
 from lssar.report.page import Chart, plotly
 
 PALETTE = ("#c44e52", "#4c8bd6", "#4aa564", "#e08a3c", "#9a7fd1", "#b08968", "#d977b8", "#8c96a3", "#c9a93b", "#3fa7b8")
@@ -26,7 +26,7 @@ def colours(runs: Sequence[RunRecord]) -> dict[str, str]:
     """A colour for each run name: that of its mechanism in all figures if it is free, else the next of the palette."""
     chosen: dict[str, str] = {}
     for run in runs:
-        wanted = COLOURS.get(str(run.recipe.get("attention", "")))
+        wanted = COLOURS.get(mechanism_of(run.recipe))
         free = [shade for shade in PALETTE if shade not in chosen.values()]
         if wanted is not None and wanted not in chosen.values() and wanted in PALETTE:
             chosen[run.name] = wanted

@@ -11,7 +11,16 @@ from typing import Any, Literal
 from lssar.configs import check_fields
 from lssar.context import exchange_of
 from lssar.data.tasks import TASKS
-from lssar.layouts import UNIFORM, LayerConfig, Pattern, format_layout, names_attention, parse_layout, parse_mechanisms
+from lssar.layouts import (
+    UNIFORM,
+    LayerConfig,
+    Pattern,
+    format_layout,
+    mechanism_name,
+    names_attention,
+    parse_layout,
+    parse_mechanisms,
+)
 from lssar.model import ModelConfig, model_config
 from lssar.records import read_sealed_json
 from lssar.specs import AttentionSpec
@@ -184,8 +193,7 @@ class Recipe:
         layer = parse_mechanisms(self.attention, self._final_power)
         if self.p is None:
             return layer
-        if not names_attention(self.layout):
-            raise ValueError(f"layout {self.layout!r} has its own mechanisms; --p does not apply")
+        refuse_ignored("p", self.layout)
         if len(layer.specs) == 1:
             return layer.map(lambda s: s.replace(p=self.p))
         return layer.map(lambda s: s if s.p is None else s.replace(p=self.p))
@@ -202,6 +210,11 @@ class Recipe:
                 f"p = {mechanism.p:g} of {mechanism.name!r} contradicts p_schedule {self.p_schedule!r}, which ends at "
                 f"{final:g}"
             )
+
+    @property
+    def mechanism(self) -> str:
+        """The name of the run's mechanism: `attention`, or the layout if it has mechanisms of its own only."""
+        return mechanism_name(self.attention, self.layout)
 
     def micro_steps(self, world: int) -> int:
         """Forwards of one process in one step, of `world` processes."""
@@ -293,7 +306,19 @@ RECIPES: dict[str, Recipe] = {
 def recipe(name: str, **changes: Any) -> Recipe:
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
-    return RECIPES[name].replace(**changes)
+    made = RECIPES[name].replace(**changes)
+    if "attention" in changes:
+        refuse_ignored("attention", made.layout)
+    return made
+
+
+def refuse_ignored(field: str, layout: str) -> None:
+    """ValueError if `field`, which somebody gave, would change nothing in a model of this layout.
+
+    A recipe cannot tell an `attention` that was given from its default, so those who make one of flags ask.
+    """
+    if not names_attention(layout):
+        raise ValueError(f"layout {layout!r} has its own mechanisms; --{field} does not apply")
 
 
 def read_recipe(folder: Path) -> Recipe:
