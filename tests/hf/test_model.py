@@ -187,6 +187,15 @@ def test_same_logits_and_same_tokens_with_every_cache(kind, tmp_path):
     close(again(ids).logits, gpt(ids))  # loaded weights may lie otherwise in memory, and sums round otherwise
 
 
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [("softmax@1 lssar/none", "has a window of 1"), ("softmax@5 lssar@7", r"one window for all.*\[5, 7\]")],
+)
+def test_windows_that_transformers_cannot_cache_are_refused(layout, words):
+    with pytest.raises(ValueError, match=words):
+        LssarConfig(model=model_config("tiny", pattern=parse_layout(layout)).to_dict())
+
+
 def test_padded_and_packed_equal_alone():
     gpt = gpt_of("grouped")
     model = wrap(gpt)

@@ -48,6 +48,10 @@ class LssarConfig(PreTrainedConfig):
             raise ValueError(
                 f"transformers has one window for all sliding layers; {gpt.layout!r} has {sorted(windows)}"
             )
+        if 1 in windows:
+            raise ValueError(
+                f"transformers caches window - 1 tokens, but all where that is 0; {gpt.layout!r} has a window of 1"
+            )
         self.model = gpt.to_dict()
         self.layer_types = ["sliding_attention" if layer.window else "full_attention" for layer in gpt.layer_configs]
         self.sliding_window = next(iter(windows), None)
