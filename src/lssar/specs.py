@@ -136,6 +136,11 @@ class AttentionSpec:
         return f"AttentionSpec({', '.join(shown)})"
 
     @property
+    def learns(self) -> bool:
+        """Whether a layer keeps learned numbers for the mechanism, one or two per query head."""
+        return self.head_scale is not None or self.learned_threshold
+
+    @property
     def signed(self) -> bool:
         """Whether the activation can be negative, so that |a| and a differ."""
         return self.activation in ("identity", "gelu", "mish")

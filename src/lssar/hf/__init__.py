@@ -23,7 +23,7 @@ UNPREFIXED = ("lssar", "lssa")
 
 def mechanisms() -> dict[str, str]:
     """`attn_implementation` name -> spec name, for every spec but those that would add weights to a model."""
-    plain = [name for name in specs() if spec(name).head_scale is None]
+    plain = [name for name in specs() if not spec(name).learns]
     return {name if name in UNPREFIXED else PREFIX + name: name for name in plain}
 
 
@@ -55,6 +55,7 @@ def _register() -> None:
     AutoConfig.register(LssarConfig.model_type, LssarConfig, exist_ok=True)
     AutoModelForCausalLM.register(LssarConfig, LssarForCausalLM, exist_ok=True)
     _save_mechanism_with_configs()
+    _hand_changes_to_text_configs()
 
 
 def _save_mechanism_with_configs() -> None:
@@ -81,6 +82,34 @@ def _save_mechanism_with_configs() -> None:
 
     to_dict.writes_lssar_mechanism = True  # type: ignore[attr-defined]
     PreTrainedConfig.to_dict = to_dict  # type: ignore[method-assign]
+
+
+def _hand_changes_to_text_configs() -> None:
+    """Make `lssar` of a composite config, such as one of text and vision, that of its text config.
+
+    Layers know their own config only, and transformers drops the composite one where it loads the text model alone:
+    what was set there would be ignored. Configs without parts keep `lssar` among their fields, as before.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+
+    def get(self: Any) -> Any:
+        if "lssar" in (fields := vars(self)):
+            return fields["lssar"]
+        try:
+            text = self.get_text_config()
+        except ValueError:  # several texts
+            text = self
+        if text is self:
+            raise AttributeError(f"{type(self).__name__} has no lssar")
+        return text.lssar
+
+    def set_(self: Any, changes: Any) -> None:
+        if (text := self.get_text_config()) is self:
+            vars(self)["lssar"] = changes
+        else:
+            text.lssar = changes
+
+    PreTrainedConfig.lssar = property(get, set_)  # type: ignore[attr-defined]
 
 
 check_version()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from lssar.attention import attention
 from lssar.hf.masks import CODE, FEWEST_KEYS
+from lssar.layouts import spec_text
 from lssar.specs import AttentionSpec, parse_spec, spec
 
 REFUSED = {
@@ -131,8 +132,12 @@ def mechanism_of(spec_name: str, module: nn.Module) -> AttentionSpec:
     changes = getattr(config, "lssar", None)
     if not changes:
         return spec(spec_name)
+    if not isinstance(changes, dict) or not all(isinstance(key, str) for key in changes):
+        raise ValueError(
+            f"config.lssar must be a dict, such as {{'p': 3}} or {{'full_attention': 'lssar'}}; got {changes!r}"
+        )
     if all(key.endswith(LAYER_TYPE_SUFFIX) for key in changes):
-        chosen = changes.get(_layer_type(config, module), spec_name)
+        chosen = changes.get(_layer_type(config, module, changes), spec_name)
         return spec(spec_name) if chosen == spec_name else getattr(_CHANGED, _remember(chosen, ()))
     return getattr(_CHANGED, _remember(spec_name, tuple(changes.items())))
 
@@ -141,10 +146,15 @@ LAYER_TYPE_SUFFIX = "_attention"
 """`config.lssar = {"full_attention": "lssar", "sliding_attention": "softmax"}`: keys are transformers' layer types."""
 
 
-def _layer_type(config: Any, module: nn.Module) -> str:
+def _layer_type(config: Any, module: nn.Module, named: Iterable[str]) -> str:
+    """The type of the layer; ValueError if `named` has a type that no layer of the model is of."""
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if types is None or index is None:
         raise ValueError(f"config.lssar names layer types, but {type(config).__name__} has none (no layer_types)")
+    for name in named:
+        if name not in types:
+            known = ", ".join(dict.fromkeys(types))
+            raise ValueError(f"config.lssar names the layer type {name!r}; the layers of this model are {known}")
     return types[index]
 
 
@@ -155,7 +165,14 @@ _CHANGED = SimpleNamespace()
 @torch.compiler.assume_constant_result
 def _remember(text: str, changes: tuple[tuple[str, Any], ...]) -> str:
     """The attribute of _CHANGED that holds the mechanism `text` (as in `lssar,p=3`) with these fields changed."""
+    if not isinstance(text, str):
+        raise ValueError(f"config.lssar needs a mechanism for each layer type, such as 'lssar,p=3'; got {text!r}")
     made = parse_spec(text).replace(**dict(changes))
+    if made.learns:
+        raise ValueError(
+            f"config.lssar asks for {spec_text(made)!r}, which learns numbers for each head, and a transformers model "
+            "has no weights for them (no ssmax, head_scale or learned_threshold here)"
+        )
     for known, value in vars(_CHANGED).items():
         if value == made:
             return known
