@@ -3,6 +3,7 @@
 import json
 
 from lssar.cli import main
+from lssar.report.collect import mechanism_of
 from lssar.runs import Run
 
 
@@ -34,3 +35,22 @@ def test_train_evaluate_and_generate_from_the_command_line(tmp_path, monkeypatch
     capsys.readouterr()
     main(["generate", str(folder), "--prompt", "def f(", "--tokens", "20", "--temperature", "0"])
     assert capsys.readouterr().out.startswith("def f(")
+
+
+def test_results_of_a_layout_with_its_own_mechanisms_name_the_layout(tmp_path, monkeypatch):
+    """And not the recipe's --attention, of which nothing is in the model."""
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "size": "tiny", "length": 32, "steps": 1, "batch-tokens": 64, "micro-batch": 2, "warmup": 1,
+        "retrieval-share": 0, "eval-batches": 1, "layout": "softmax@8 ssmax/none",
+    }  # fmt: skip
+    main(["train", "long-tiny", *(word for name, value in changes.items() for word in (f"--{name}", str(value)))])
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name == "long-tiny-softmax@8-ssmax-none-seed0"
+    main(["eval", "length", str(folder), "--multiples", "1", "--pieces", "1", "--out", "l"])
+    main(["eval", "retrieval", str(folder), "--multiples", "1", "--samples", "1", "--tasks", "copy", "--out", "r"])
+    main(["diagnose", str(folder), "--multiples", "1", "--rows", "1", "--out", "d"])
+    results = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "lrd"]
+    entries = [results[0]["curves"][0], results[1]["arms"][0], results[2]]
+    assert [(entry["attention"], entry["label"]) for entry in entries] == [("softmax@8 ssmax/none",) * 2] * 3
+    assert mechanism_of(entries[0]["recipe"]) == "softmax@8 ssmax/none"
