@@ -57,6 +57,13 @@ def check_given(paths: Sequence[Any], what: str) -> None:
         raise UsageError(f"give one or more {what}")
 
 
+def check_positive(**flags: int | None) -> None:
+    """UsageError for a flag whose number is below 1."""
+    for name, value in flags.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+
+
 class Progress:
     """Progress of a long task, on stderr: a live line in a terminal, elsewhere a plain line now and then.
 
