@@ -156,6 +156,7 @@ def test_durations(seconds, words):
         (["eval", "length", "NEW", "--batch-tokens", "-1"], 2, "--batch-tokens must be at least 1"),
         (["train", "tiny-cpu", "--heads", "4", "--key-heads", "1", "--projection", "tpa"], 1, "must equal heads"),
         (["generate", "NEW", "--seed", str(10**23)], 2, "--seed must be"),
+        (["diagnose", "NEW", "--documents", "0"], 2, "--documents must be at least 1"),
         (["eval", "retrieval"], 2, "give one or more run folders"),
         (["eval", "downstream", "--data", "NEW"], 2, "give one or more run or model folders"),
         (["data", "prepare"], 2, "give one or more files"),

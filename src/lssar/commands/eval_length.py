@@ -63,8 +63,7 @@ class Length:
         from lssar.runs import Run
 
         check_given(self.runs, "run folders")
-        check_positive(pieces=self.pieces, batch_tokens=self.batch_tokens, window=self.window)
-        check_positive(multiples=min(self.multiples, default=None))
+        check_positive(multiples=self.multiples, pieces=self.pieces, batch_tokens=self.batch_tokens, window=self.window)
         check_outputs(self.out, (".json", ".png", ".svg"), self.overwrite)
         runs = [Run.open(folder, self.device) for folder in self.runs]
         curves = [curve for run in runs for curve in self._curves(run)]
