@@ -169,6 +169,12 @@ def test_durations(seconds, words):
         (["generate", "NEW"], 1, "no run folder"),
         (["plot"], 2, "give one or more JSON files"),
         (["eval", "length"], 2, "give one or more run folders"),
+        (["eval", "length", "NEW", "--multiples", "0"], 2, "--multiples must be at least 1; got 0"),
+        (["eval", "length", "NEW", "--pieces", "-1"], 2, "--pieces must be at least 1"),
+        (["eval", "length", "NEW", "--batch-tokens", "-1"], 2, "--batch-tokens must be at least 1"),
+        (["train", "tiny-cpu", "--heads", "4", "--key-heads", "1", "--projection", "tpa"], 1, "must equal heads"),
+        (["generate", "NEW", "--seed", str(10**23)], 2, "--seed must be"),
+        (["diagnose", "NEW", "--documents", "0"], 2, "--documents must be at least 1"),
         (["eval", "retrieval"], 2, "give one or more run folders"),
         (["eval", "downstream", "--data", "NEW"], 2, "give one or more run or model folders"),
         (["data", "prepare"], 2, "give one or more files"),
@@ -283,7 +289,19 @@ def test_training_on_data_with_nothing_held_out_warns(tmp_path, monkeypatch, cap
     capsys.readouterr()
     train = ["train", "tiny-cpu", "--size", "tiny", "--steps", "1", "--length", "32", "--batch-tokens", "64"]
     main([*train, "--micro-batch", "2", "--data", "data/a", "--out", "run"])
-    assert "nothing in data/a is held out" in capsys.readouterr().err
+    assert f"nothing in {tmp_path}/data/a is held out" in capsys.readouterr().err
+
+
+def test_a_missing_held_out_shard_is_one_error(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    data = ["data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "data")]
+    main(data)
+    (tmp_path / "data" / "data_val_000000.bin").unlink()
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        main(["train", "tiny-cpu", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().err
+    assert "data_val_000000.bin is missing" in said and "held out" not in said
 
 
 def test_ctrl_c_outside_of_training(monkeypatch, capsys):

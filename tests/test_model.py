@@ -228,6 +228,22 @@ def test_llamas_block_is_its_formula():
     torch.testing.assert_close(block(x, None), expected)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": float("nan")}, {"temperature": -1.0}, {"temperature": float("inf")}, {"top_k": 0}, {"tokens": -5}],
+    ids=str,
+)
+def test_bad_settings_of_generation(settings):
+    with pytest.raises(ValueError, match="must be"):
+        small().generate(torch.zeros(1, 2, dtype=torch.int64), **({"tokens": 3} | settings))
+
+
+def test_a_temperature_near_0_takes_the_most_likely_token():
+    model, ids = small(), torch.randint(61, (1, 4))
+    cold, greedy = (list(model.generate(ids, 3, temperature=t, top_k=50)) for t in (1e-320, 0.0))
+    assert cold == greedy
+
+
 def test_tpa_caches_less():
     plain, tpa = small(width=64), small(width=64, projection="tpa")
     ids = torch.randint(61, (1, 10))
@@ -273,6 +289,9 @@ def test_config_to_plain_values_and_back(changes):
         ({"position": "learned"}, "position must be"),
         ({"width": 12, "heads": 4}, "even head size"),
         ({"key_heads": 3}, "multiple of key_heads"),
+        ({"key_heads": -1}, "multiple of key_heads"),
+        ({"rope_base": 0.0}, "rope_base must be positive"),
+        ({"rope_base": float("nan")}, "rope_base must be positive"),
         ({"attention": (lssar.spec("lssar"),)}, "one mechanism a layer means 2"),
         ({"position": "alibi"}, "alibi needs a dot-product softmax"),
         ({"projection": "tpa", "key_heads": 2}, "key_heads must equal heads"),
@@ -284,7 +303,7 @@ def test_config_to_plain_values_and_back(changes):
 )
 def test_bad_configs(fields, words):
     with pytest.raises(ValueError, match=words):
-        small(**fields)
+        ModelConfig(**{"layers": 2, "width": 32, "heads": 4, **fields})
     with pytest.raises(ValueError, match="unknown field 'depth'"):
         ModelConfig.from_dict({"depth": 3})
     with pytest.raises(ValueError, match="unknown model size"):

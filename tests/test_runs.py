@@ -1,6 +1,8 @@
 """A run folder as one value: what commands rely on when they open one."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,46 @@ def test_missing_and_damaged_runs_are_reported_in_a_line(tmp_path, run):
         Run.open(tmp_path, "cpu").model()
 
 
+def change_recipe(path: Path, remove: tuple[str, ...] = (), **changes) -> None:
+    record = json.loads(path.read_text())
+    record.pop("checksum", None)
+    record["recipe"] = {key: value for key, value in record["recipe"].items() if key not in remove} | changes
+    path.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("field", ["size", "attention", "heads", "steps"])
+def test_a_stored_recipe_is_complete(run, tmp_path, field):
+    for name in ("config.json", "export.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(json.loads((run / "config.json").read_text()) | {"step": 2}))
+        change_recipe(path, (field,))
+        with pytest.raises(ValueError, match=rf"{name}: the recipe lacks {field}"):
+            Run.open(tmp_path, "cpu")
+
+
+def test_a_recipe_of_version_0_1_loads(run, tmp_path):
+    shutil.copy(run / "config.json", tmp_path)
+    later = ("layout", "p_schedule", "context_parallel", "max_non_finite", "skip_non_finite")
+    change_recipe(tmp_path / "config.json", later)
+    assert Run.open(tmp_path, "cpu").recipe == Run.open(run, "cpu").recipe
+
+
+@pytest.mark.parametrize(
+    "changes", [{"size": "0.8m"}, {"vocab_size": 100}, {"projection": "tpa"}], ids=["size", "vocabulary", "projection"]
+)
+def test_weights_of_another_model_than_the_recipes(run, tmp_path, changes):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    change_recipe(folder / "config.json", **changes)
+    opened = Run.open(folder, "cpu")
+    with pytest.raises(
+        ValueError, match=r"step-0000002: the weights do not fit the model .*: .* is .* in the file and"
+    ):
+        opened.model()
+    if "vocab_size" not in changes:  # which the data decides
+        with pytest.raises(ValueError, match="the weights do not fit"):
+            train(opened.recipe, folder)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 def test_one_dtype_rule_for_every_spelling_of_a_device(device):
     assert evaluation_dtype(RECIPES["books-51m"], device) == torch.bfloat16
@@ -55,6 +97,9 @@ def test_devices_are_checked():
     assert pick_device("cpu").type == "cpu"
     with pytest.raises(ValueError, match="unknown device"):
         pick_device("gpu0")
+    for device in ("meta", "mps"):
+        with pytest.raises(ValueError, match="not supported; use cpu, cuda"):
+            pick_device(device)
     if not torch.cuda.is_available():
         assert pick_device().type == "cpu"
         with pytest.raises(ValueError, match="no CUDA device"):
@@ -94,7 +139,9 @@ def test_a_missing_stdlib_shard_is_made_again(tmp_path):
     data.shards("val")[0].unlink()
     (tmp_path / ".stdlib_val_000000-x.bin").write_bytes(b"unfinished")
     assert data.shards("val") == []
+    (tmp_path / ".stdlib_train_000000-abc.bin").write_bytes(b"also")
     write_stdlib(tmp_path)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert {path.name: path.read_bytes() for path in data.shards("train") + data.shards("val")} == before
 
 

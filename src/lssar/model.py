@@ -32,6 +32,7 @@ from lssar.nn import (
 from lssar.nn.decoding import DecodeStep
 from lssar.nn.linear import plain
 from lssar.nn.norms import LayerNorm, RMSNorm
+from lssar.nn.projections import ProjectionConfig
 from lssar.ops import fused
 from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 from lssar.specs import AttentionSpec, spec
@@ -39,6 +40,8 @@ from lssar.specs import AttentionSpec, spec
 LSSAR = spec("lssar")
 GRAPH_FROM = 16
 """Tokens to generate from which capturing a CUDA graph of the step pays."""
+COLD = 1e-20
+"""Temperature below which logits divided by it may leave float32, and the most likely token is the only one."""
 PREFILL_CHUNK = 8192
 """Tokens of a sequence that go through the model at once, if more are given."""
 
@@ -89,8 +92,12 @@ class ModelConfig:
             raise ValueError(f"norm must be 'layer' or 'rms', mlp 'gelu' or 'swiglu'; got {self.norm!r}, {self.mlp!r}")
         if self.width % self.heads:
             raise ValueError(f"width must be a multiple of heads; got {self.width} and {self.heads}")
-        if self.heads % (self.key_heads or self.heads):
+        if self.key_heads is not None and (self.key_heads < 1 or self.heads % self.key_heads):
             raise ValueError(f"heads must be a multiple of key_heads; got {self.heads} and {self.key_heads}")
+        if not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base must be positive and finite; got {self.rope_base}")
+        key_heads = self.key_heads or self.heads
+        ProjectionConfig(self.width, self.heads, key_heads, self.head_size, self.projection, self.tpa_ranks, self.bias)
         if isinstance(self.attention, tuple) and len(self.attention) != self.layers:
             raise ValueError(f"one mechanism a layer means {self.layers}; got {len(self.attention)}")
         if self.pattern:
@@ -103,7 +110,7 @@ class ModelConfig:
         for layer in self.layer_configs:
             if layer.position == "rope" and (self.head_size % 2 or self.head_size < 4):
                 raise ValueError(f"rope needs an even head size of at least 4; got {self.head_size}")
-            layer.groups(self.heads, self.key_heads or self.heads)
+            layer.groups(self.heads, key_heads)
 
     @property
     def head_size(self) -> int:
@@ -440,12 +447,21 @@ class GPT(nn.Module):
             parts.append(torch.cat(losses).view_as(wanted))
         return torch.cat(parts, 1)
 
-    @torch.no_grad()
     def generate(
         self, ids: Tensor, tokens: int, temperature: float = 1.0, top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
         """Yield `tokens` next ids (B,), one at a time, through the cache; temperature 0 is greedy."""
+        if tokens < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"tokens must be at least 0 and top_k at least 1; got {tokens} and {top_k}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number of at least 0; got {temperature}")
+        return self._generate(ids, tokens, temperature, top_k, generator)
+
+    @torch.no_grad()
+    def _generate(
+        self, ids: Tensor, tokens: int, temperature: float, top_k: int | None, generator: torch.Generator | None
+    ) -> Iterator[Tensor]:
         cache = self.new_cache(ids.shape[1] + tokens)
         step: Callable[[Tensor], Tensor] = partial(self.next_logits, cache=cache)
         for made in range(tokens):
@@ -470,7 +486,7 @@ class GPT(nn.Module):
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
+    if temperature < COLD:
         return logits.argmax(-1)
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lssar.data.folder import DataFolder, find_data
 from lssar.data.tokenizers import Tokenizer, load_tokenizer
@@ -20,6 +21,8 @@ from lssar.layouts import UNIFORM
 from lssar.model import GPT
 from lssar.records import read_json
 from lssar.training import checkpoints
+from lssar.training.initialise import meta_model
+from lssar.training.metrics import read_metrics, summarise
 from lssar.training.recipes import Recipe, read_recipe, recipe_in
 
 
@@ -43,7 +46,7 @@ class Run:
     @cached_property
     def checkpoint(self) -> Path:
         """The newest undamaged checkpoint; a message on stderr names any that is passed over."""
-        found = checkpoints.newest(self.folder)
+        found = checkpoints.newest(self.folder, model=lambda: meta_model(self.recipe.model()))
         if found is None:
             raise FileNotFoundError(f"{self.folder} has no finished checkpoint yet")
         return found
@@ -56,8 +59,17 @@ class Run:
     def model(self) -> GPT:
         """A new model with the weights of the checkpoint, in evaluation mode, on the device."""
         model = GPT(self.recipe.model())
-        model.load_state_dict(checkpoints.load_weights(self.checkpoint))
+        weights = self._weights()
+        checkpoints.check_fit(self.checkpoint, weights, model)
+        model.load_state_dict(weights)
         return model.to(self.device).eval()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return checkpoints.load_weights(self.checkpoint)
+
+    def training(self) -> dict[str, Any] | None:
+        """A summary of `metrics.jsonl`; None for an export, which has none."""
+        return summarise(read_metrics(self.folder))
 
     @cached_property
     def data(self) -> DataFolder:
@@ -100,7 +112,10 @@ EXPORT = "export.json"
 def read_export(folder: Path) -> Recipe:
     """The recipe of the run that `lssar export` wrote into the folder."""
     path = folder / EXPORT
-    return recipe_in(read_json(path, dict), path, "not written by `lssar export`")
+    record = read_json(path, dict)
+    if not isinstance(record.get("step"), int):
+        raise ValueError(f"{path}: no step in it; not written by `lssar export`, or damaged")
+    return recipe_in(record, path, "not written by `lssar export`")
 
 
 class ExportedRun(Run):
@@ -112,14 +127,17 @@ class ExportedRun(Run):
 
     @property
     def step(self) -> int:
-        return int(read_json(self.folder / EXPORT, dict)["step"])
+        return read_json(self.folder / EXPORT, dict)["step"]
 
     def model(self) -> GPT:
         """A new model in float32, also if the file has another dtype."""
-        model = GPT(self.recipe.model())
-        weights = checkpoints.load_weights(self.folder)
-        model.load_state_dict({name.removeprefix("gpt."): value.float() for name, value in weights.items()})
-        return model.to(self.device).eval()
+        return super().model()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name.removeprefix("gpt."): value.float() for name, value in super()._weights().items()}
+
+    def training(self) -> None:
+        return None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -151,6 +169,8 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}; use cpu, cuda, or cuda:N") from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if picked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is not supported; use cpu, cuda, or cuda:N")
     if picked.type == "cuda" and (picked.index or 0) >= count:
         seen = f"only {count} CUDA device(s)" if count else "no CUDA device"
         raise ValueError(f"device {str(device)!r} is not available: PyTorch sees {seen} here")

@@ -90,6 +90,30 @@ def test_a_run_that_failed_at_once_may_be_repeated_with_other_settings(tmp_path)
     assert list(decoded(made(source, tmp_path / "out"), BYTES)) == TEXTS
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_failed_under_another_name_is_removed(tmp_path, overwrite):
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with pytest.raises(ValueError, match="no field 'body'"):
+        made(source, tmp_path / "out", name="y", text_field="body")
+    out = made(source, tmp_path / "out", overwrite=overwrite)
+    assert not [path.name for path in out.iterdir() if "y_" in path.name]
+
+
+def test_what_was_begun_under_another_name_is_not_lost_unasked(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_SAFE_POINT_SECONDS", 0.0)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "out"
+    interrupted(out, source, 4, name="y")
+    before = files(out)
+    with pytest.raises(FileExistsError, match="an unfinished run named 'y'"):
+        made(source, out)
+    assert files(out) == before
+    assert list(decoded(made(source, out, name="y"), BYTES)) == TEXTS
+    interrupted(tmp_path / "other", source, 4, name="y")
+    made(source, tmp_path / "other", overwrite=True)
+    assert not [path.name for path in (tmp_path / "other").iterdir() if "y_" in path.name]
+
+
 # --- bad input
 
 CUT_GZIP = gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9]  # with a time in it, the name of its test would change
@@ -110,6 +134,7 @@ CUT_GZIP = gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9]  # with a time i
         ("a.jsonl", b'{"text": "a"\n', r"line 1: not JSON"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', r"line 1: character 1 is a lone surrogate"),
         ("a.jsonl", b'{"text": ' + b"[" * 100_000, r"line 1: JSON that is nested too deeply"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"1" * 10_000 + b"}\n", r"line 2: JSON with a number that is too"),
         ("a.jsonl", b"", r"no text in .*a\.jsonl: 0 empty documents"),
         ("a.txt", b"", r"no text in .*a\.txt: 1 empty documents"),
         ("a.jsonl.gz", CUT_GZIP, r"a\.jsonl\.gz: damaged or truncated \.gz"),
@@ -181,6 +206,8 @@ def test_missing_and_empty_sources(tmp_path):
     (tmp_path / "empty" / "a.png").touch()
     with pytest.raises(ValueError, match=r"empty: a folder with no files that end in \.txt.*--glob"):
         made(tmp_path / "empty", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"--glob /\*: must be relative"):
+        made(tmp_path / "empty", tmp_path / "out", glob="/*")
     with pytest.raises(ValueError, match="no source"):
         made([], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -194,6 +221,7 @@ def test_bad_settings():
         (dict(val_share=1.0), "val_share"),
         (dict(val_documents=-1), "val_documents"),
         (dict(separator=""), "separator"),
+        (dict(max_tokens=-1), "max_tokens"),
         (dict(val_share=0.1, val_shard=True), "val_share and val_shard: choose one"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from tests.hf.families import no_network, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
 from lssar.hf.config import LssarConfig  # noqa: E402
+from lssar.hf.export import _put  # noqa: E402
 from lssar.hf.model import LssarForCausalLM  # noqa: E402
 
 __all__ = ["no_network"]
@@ -295,6 +298,42 @@ def test_compiles_whole():
     close(torch.compile(model, backend="aot_eager", fullgraph=True)(ids, use_cache=False).logits, model(ids).logits)
 
 
+def test_a_folder_that_cannot_be_renamed_leaves_nothing_behind(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise OSError("busy")
+
+    for name in ("new", "folder"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("lssar.hf.export.os.replace", refuse)
+    with pytest.raises(OSError, match="busy"):
+        _put(tmp_path / "new", tmp_path / "folder")
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "folder"}
+
+
+def test_an_export_is_evaluated_but_not_exported_again(run, folder, tmp_path, capsys):
+    words = ["--data", str(run / "data"), "--multiples", "1", "--pieces", "1", "--out", str(tmp_path / "length")]
+    main(["eval", "length", str(folder), *words])
+    (curve,) = json.loads((tmp_path / "length.json").read_text())["curves"]
+    assert curve["step"] == 3 and "training" not in curve
+    with pytest.raises(SystemExit, match="1"):
+        main(["export", str(folder), str(tmp_path / "again")])
+    assert f"{folder} is an export itself" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_damaged_export_is_one_error(folder, tmp_path, capsys):
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    record = json.loads((copy / "export.json").read_text())
+    for change, words in [
+        ({"step": None}, "no step in it"),
+        ({"recipe": record["recipe"] | {"size": "0.8m"}}, "do not fit"),
+    ]:
+        (copy / "export.json").write_text(json.dumps(record | change))
+        with pytest.raises(SystemExit, match="1"):
+            main(["generate", str(copy), "--tokens", "1"])
+        assert words in capsys.readouterr().err
+
+
 def test_export_loses_nothing(run, tmp_path, capsys):
     folder = tmp_path / "mine"
     main(["export", str(run), str(folder)])
@@ -312,6 +351,20 @@ def test_export_loses_nothing(run, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["export", str(tmp_path / "no run"), str(tmp_path / "new")])
     assert not (tmp_path / "new").exists()
+    for content, words in [("[]", "expected a JSON object"), ("null", "expected a JSON"), ("{", "not valid JSON")]:
+        (home / "config.json").write_text(content)
+        with pytest.raises(SystemExit, match=r"[12]"):
+            main(["export", str(run), str(home), "--overwrite"])
+        assert f"error: {home / 'config.json'}: {words}" in capsys.readouterr().err
+    assert (home / "thesis.txt").read_text() == "years of work"
+    link = tmp_path / "link"
+    for target in (folder, tmp_path / "nowhere"):
+        link.symlink_to(target)
+        with pytest.raises(SystemExit, match=r"[12]"):
+            main(["export", str(run), str(link), "--overwrite"])
+        assert f"{link} is a link to {target}" in capsys.readouterr().err
+        link.unlink()
+    assert (folder / "model.safetensors").read_bytes() == before
     main(["export", str(run), str(folder), "--overwrite", "--dtype", "bfloat16"])
     assert len((folder / "model.safetensors").read_bytes()) < 0.6 * len(before)
     assert not [path.name for path in folder.parent.iterdir() if path.name.startswith(".")]

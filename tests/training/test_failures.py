@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lssar.data.prepare import Settings, prepare
 from lssar.data.shards import write_shard
@@ -74,6 +75,9 @@ def test_a_failed_start_leaves_the_folder_free(shards, tmp_path):
         train(tiny(tmp_path / "nowhere"), run)
     with pytest.raises(ValueError, match="does not divide"):
         train(tiny(shards, micro_batch=3), run)
+    text = dict(vocab_size=257, retrieval_share=0.5, retrieval_tasks=("passkey",))
+    with pytest.raises(ValueError, match="a window of 33 tokens is too short for passkey"):
+        train(tiny(shards, **text), run)
     write_shard(tmp_path / "few" / "x_train_000000.bin", np.arange(5), 64)
     with pytest.raises(ValueError, match="too few for a window"):
         train(tiny(tmp_path / "few"), run)
@@ -162,6 +166,16 @@ def test_diverged_at_the_last_step(shards, tmp_path, diverging):
         train(tiny(shards, steps=8), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "kept"), [({}, "is .*step-0000004"), ({"save_every": 50}, "no finite checkpoint was saved")], ids=str
+)
+def test_stopping_a_diverged_training_is_no_success(shards, tmp_path, diverging, changes, kept):
+    diverging()
+    stop_at_9 = lambda row: os.kill(os.getpid(), signal.SIGTERM) if row["step"] == 9 else None  # noqa: E731
+    with pytest.raises(TrainingDiverged, match=f"step 9 is not saved, since weights .* are not finite; .*{kept}"):
+        train(tiny(shards, max_non_finite=50, **changes), tmp_path, stop_at_9)
+
+
 def test_a_bad_step_may_be_skipped(shards, tmp_path, diverging):
     diverging(until=8)
     last = train(tiny(shards, skip_non_finite=True), tmp_path)
@@ -203,6 +217,47 @@ def test_a_damaged_checkpoint_is_passed_over(shards, trained, run, name, how, ca
         assert torch.equal(one, other)
 
 
+def edit(key: str, value: object):
+    def act(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / "state.json").read_text())
+        (checkpoint / "state.json").write_text(json.dumps(state | {key: value}))
+
+    return act
+
+
+def drop(name: str, key: str):
+    def act(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / name)
+        del tensors[key]
+        save_file(tensors, checkpoint / name)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda checkpoint: (checkpoint / "state.json").write_text('{"step": 12, "param_groups": []}'),
+        edit("param_groups", []),
+        edit("param_groups", [3]),
+        edit("param_groups", [{}]),
+        edit("data", {}),
+        edit("data", {"x": 1}),
+        edit("step", -5),
+        drop("model.safetensors", "blocks.0.up.bias"),
+        drop("optimiser.safetensors", "blocks.0.up.bias/exp_avg"),
+        drop("optimiser.safetensors", "rng"),
+    ],
+)
+def test_a_checkpoint_without_checksums_is_checked_for_its_form(shards, trained, run, damage, capsys):
+    checkpoint = run / "checkpoints" / "step-0000012"
+    (checkpoint / "checksums.json").unlink()
+    damage(checkpoint)
+    train(tiny(shards), run)
+    assert "step-0000012 is damaged and not used" in capsys.readouterr().err
+    assert losses(run) == losses(trained)
+
+
 def test_evaluation_passes_over_a_damaged_checkpoint_too(run, capsys):
     flip(run / "checkpoints" / "step-0000012" / "model.safetensors")
     assert Run.open(run, "cpu").step == 8
@@ -210,6 +265,13 @@ def test_evaluation_passes_over_a_damaged_checkpoint_too(run, capsys):
     flip(run / "checkpoints" / "step-0000008" / "model.safetensors")
     with pytest.raises(ValueError, match="all 2 checkpoints are damaged"):
         Run.open(run, "cpu").model()
+
+
+def test_evaluation_compares_a_checkpoint_without_checksums_with_the_model(run, capsys):
+    (latest(run) / "checksums.json").unlink()
+    drop("model.safetensors", "embed.weight")(latest(run))
+    assert Run.open(run, "cpu").step == 8
+    assert "embed.weight is missing in the file" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_hidden_before_it_is_deleted(shards, tmp_path, monkeypatch):

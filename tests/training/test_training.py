@@ -147,6 +147,15 @@ def test_errors_a_user_sees(tmp_path):
         recipe("tiny-cpu", attention="lsar")
     with pytest.raises(ValueError, match="multiple of length"):
         recipe("tiny-cpu", batch_tokens=1000)
+    for name, value, words in [
+        ("lr", float("inf"), "lr must be finite"), ("clip", float("nan"), "clip must be finite"),
+        ("weight_decay", float("nan"), "weight_decay must be finite"), ("rope_base", float("nan"), "rope_base must be"),
+        ("rope_base", -3.0, "rope_base must be positive"), ("weight_decay", -1.0, "must be 0 or more"),
+        ("warmup", -5, "must be 0 or more"), ("seed", 10**23, r"below 2\*\*63"), ("seed", -1, "0 or more"),
+        ("betas", (0.9, 1.0), "betas must be"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            recipe("tiny-cpu", **{name: value})
     with pytest.raises(ValueError, match="does not divide into 3 processes"):
         recipe("tiny-cpu").micro_steps(3)
 

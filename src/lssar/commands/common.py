@@ -57,6 +57,14 @@ def check_given(paths: Sequence[Any], what: str) -> None:
         raise UsageError(f"give one or more {what}")
 
 
+def check_positive(**flags: int | list[int] | None) -> None:
+    """UsageError for a flag with a number below 1."""
+    for name, value in flags.items():
+        least = min(value, default=None) if isinstance(value, list) else value
+        if least is not None and least < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1; got {least}")
+
+
 class Progress:
     """Progress of a long task, on stderr: a live line in a terminal, elsewhere a plain line now and then.
 

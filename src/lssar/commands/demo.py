@@ -42,6 +42,7 @@ class Demo:
 
     def run(self) -> None:
         from lssar.data.folder import DataFolder, write_stdlib
+        from lssar.locks import hold
         from lssar.runs import Run
 
         began = time.monotonic()
@@ -52,7 +53,8 @@ class Demo:
                     "--models FOLDER"
                 )
         runs = [Run.open(self.models / name, "cpu") for name in NAMES]
-        write_stdlib(self.out / "data")
+        with hold(self.out / "data", "writing data"):
+            write_stdlib(self.out / "data")
         data = DataFolder(self.out / "data", runs[0].recipe.vocab_size)
         longest = runs[0].recipe.length * max(self.multiples)
         console.print(

@@ -8,7 +8,7 @@ from typing import Any
 
 import tyro
 
-from lssar.commands.common import check_outputs, console, print_json, say_where, show_table
+from lssar.commands.common import check_outputs, check_positive, console, print_json, say_where, show_table
 from lssar.records import command_line, environment, write_json
 
 WORDS = {
@@ -55,6 +55,7 @@ class Diagnose:
         from lssar.plots import plot_diagnostics
         from lssar.runs import Run
 
+        check_positive(multiples=self.multiples, rows=self.rows, documents=self.documents)
         check_outputs(self.out, (".json", ".png"), self.overwrite)
         run = Run.open(self.folder, self.device)
         recipe = run.recipe

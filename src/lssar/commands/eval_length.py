@@ -12,6 +12,7 @@ from lssar.commands.common import (
     Progress,
     check_given,
     check_outputs,
+    check_positive,
     draw,
     name_arms,
     print_csv,
@@ -62,6 +63,7 @@ class Length:
         from lssar.runs import Run
 
         check_given(self.runs, "run folders")
+        check_positive(multiples=self.multiples, pieces=self.pieces, batch_tokens=self.batch_tokens, window=self.window)
         check_outputs(self.out, (".json", ".png", ".svg"), self.overwrite)
         runs = [Run.open(folder, self.device) for folder in self.runs]
         curves = [curve for run in runs for curve in self._curves(run)]
@@ -81,14 +83,15 @@ class Length:
 
     def _curves(self, run: Any) -> list[dict[str, Any]]:
         from lssar.evaluation.length import evaluate_length
-        from lssar.training.metrics import read_metrics, summarise
 
         recipe, model = run.recipe, run.model()
         lengths, pieces = self._pieces(run, model)
         about = {
             "run": run.folder.name, "label": run.name, "attention": recipe.mechanism, "step": run.step,
-            "training": summarise(read_metrics(run.folder)), "train_length": recipe.length, "recipe": recipe.to_dict(),
+            "train_length": recipe.length, "recipe": recipe.to_dict(),
         }  # fmt: skip
+        if (training := run.training()) is not None:
+            about["training"] = training
         curves = []
         for ntk in self.ntk:
             words = ", NTK" if ntk == "length" else ""
@@ -118,11 +121,12 @@ class Length:
 
 def show_training_table(curves: list[dict[str, Any]]) -> None:
     rows = []
-    for name, training in {curve["run"]: curve["training"] for curve in curves}.items():
+    for name, training in {curve["run"]: curve["training"] for curve in curves if "training" in curve}.items():
         loss = "-" if training["val_loss"] is None else f"{training['val_loss']:.3f}"
         norm = "-" if training["grad_norm_99"] is None else f"{training['grad_norm_99']:.3f}"
         rows.append(
             [name, f"{training['tokens']:,}", f"{training['tokens_per_s']:,.0f}", loss, norm, str(training["spikes"])]
         )
     head = ["run", "tokens", "tokens/s", "held-out loss", "gradient norm, 99%", "spikes"]
-    show_table(head, rows, "Training of these runs; tokens/s is the median over steps")
+    if rows:  # exports do not have them
+        show_table(head, rows, "Training of these runs; tokens/s is the median over steps")

@@ -15,6 +15,7 @@ from lssar.commands.common import (
     Progress,
     UsageError,
     check_given,
+    check_positive,
     find_or_add_arm,
     open_results,
     print_csv,
@@ -147,8 +148,9 @@ class Retrieval:
         check_given(self.runs, "run folders")
         if unknown := [task for task in self.tasks if task not in TASKS]:
             raise UsageError(f"unknown retrieval task {unknown[0]!r}; known: {', '.join(TASKS)}")
-        if self.samples < 1 or min(self.multiples, default=0) < 1:
-            raise UsageError("samples and multiples must be at least 1")
+        check_positive(
+            multiples=self.multiples, samples=self.samples, batch_tokens=self.batch_tokens, window=self.window
+        )
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise UsageError(f"depths must lie in 0 to 1; got {self.depths}")
 

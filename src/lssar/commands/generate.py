@@ -9,6 +9,8 @@ from typing import Literal
 
 import tyro
 
+from lssar.commands.common import UsageError
+
 
 @dataclass
 class Generate:
@@ -41,6 +43,8 @@ class Generate:
         from lssar.data.tokenizers import load_tokenizer
         from lssar.runs import Run
 
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed must be 0 or more and below 2**63; got {self.seed}")
         run = Run.open(self.folder, self.device)
         tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer else run.tokenizer
         model = run.model().to(getattr(torch, self.dtype) if self.dtype else run.dtype or torch.float32)
@@ -49,8 +53,9 @@ class Generate:
         generator = torch.Generator(run.device).manual_seed(self.seed)
         made: list[int] = []
         shown = ""
+        tokens = model.generate(ids, self.tokens, self.temperature, self.top_k, generator)
         sys.stdout.write(self.prompt)
-        for token in model.generate(ids, self.tokens, self.temperature, self.top_k, generator):
+        for token in tokens:
             if int(token) == tokenizer.eot:
                 break
             made.append(int(token))

@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 
-from lssar.commands.common import TrainingProgress, UsageError, console, say, say_where
+from lssar.commands.common import TrainingProgress, UsageError, check_positive, console, say, say_where
 from lssar.experiments import EXPERIMENTS, SCALES, Arm, Scale, arms_of
 from lssar.experiments.arms import ScaleName
 from lssar.tables import terminal_text
@@ -78,8 +78,7 @@ class Reproduce:
                     raise UsageError(f"{experiment.name} has no arms at scale {self.scale}")
                 continue
             wanted.append(experiment)
-        if self.seeds is not None and self.seeds < 1:
-            raise UsageError(f"--seeds must be at least 1; got {self.seeds}")
+        check_positive(seeds=self.seeds, workers=self.workers)
         now = replace(scale, most_seeds=min(self.seeds or scale.most_seeds, scale.most_seeds))
         arms = arms_of(wanted, now, EXPERIMENTS.values())
         if self.dry_run:
@@ -88,8 +87,6 @@ class Reproduce:
             for arm in arms:
                 say(describe(arm, scale))
             return
-        if self.workers < 1:
-            raise UsageError(f"--workers must be at least 1; got {self.workers}")
         command = f"lssar reproduce {' '.join(self.names)} --scale {self.scale}"
         command += f" --tokens {self.tokens}" if self.tokens else ""
         deadline = time.time() + self.time_limit if self.time_limit is not None else None

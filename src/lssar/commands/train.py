@@ -15,8 +15,6 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from lssar.commands.common import TrainingProgress, UsageError, console, field_docs, print_json, say
-from lssar.data.folder import DataFolder, find_data
-from lssar.records import warn
 from lssar.runs import run_label
 from lssar.training.metrics import Logger
 from lssar.training.recipes import RECIPES, Recipe, read_recipe, refuse_ignored
@@ -91,9 +89,6 @@ class Train:
         main = int(os.environ.get("RANK", 0)) == 0
         if main:
             say(f"run folder: {self.out}")
-            data = DataFolder(find_data(self.recipe.data, self.out))
-            if data.shards("train") and not data.shards("val"):
-                warn(f"nothing in {data.path} is held out: `lssar eval` will need --data FOLDER with other text")
         began = time.monotonic()
         with TrainingProgress(f"training {run_label(self.recipe)}", self.recipe.steps) as line:
             last = train(self.recipe, self.out, report=line.report, stop_after=self.stop_after, log=self.log)

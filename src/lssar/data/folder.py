@@ -14,7 +14,15 @@ import numpy as np
 from lssar.data.shards import write_shard
 from lssar.data.synthetic import python_stdlib_text
 from lssar.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_from_dict
-from lssar.records import checksum, read_json, read_sealed_json, warn, write_json, write_sealed_json
+from lssar.records import (
+    checksum,
+    read_json,
+    read_sealed_json,
+    remove_temporary,
+    warn,
+    write_json,
+    write_sealed_json,
+)
 
 MANIFEST = "manifest.json"
 STDLIB = "stdlib"
@@ -192,10 +200,13 @@ def check_shard(path: Path, expected: str | None) -> str:
 def write_stdlib(folder: Path) -> None:
     """Write the standard library's source as byte shards with a manifest, some files held out.
 
-    Files that exist are kept, so a call after an interruption adds what is missing.
+    Files that exist are kept, so a call after an interruption adds what is missing. Only while the lock of the folder,
+    or of the run that it belongs to, is held: leftovers are removed.
     """
     tokenizer = load_tokenizer("bytes")
     files = {split: folder / f"stdlib_{split}_000000.bin" for split in ("train", "val")}
+    for file in [*files.values(), folder / MANIFEST]:
+        remove_temporary(file)
     if not all(file.exists() for file in files.values()):
         parts: dict[str, list[np.ndarray]] = {split: [] for split in files}
         for split, text in python_stdlib_text(STDLIB_BYTES):

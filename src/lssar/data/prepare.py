@@ -77,6 +77,8 @@ class Settings:
             raise ValueError(f"val_share must be at least 0 and below 1, got {self.val_share}")
         if self.val_documents < 0:
             raise ValueError(f"val_documents must be 0 or more, got {self.val_documents}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if self.separator == "":
             raise ValueError("separator must not be empty")
         ways = [name for name in ("val_sources", "val_share", "val_documents", "val_shard") if getattr(self, name)]
@@ -153,7 +155,7 @@ class _Job:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, out: Path, units: list[Unit], val_units: int) -> None:
         self.settings, self.tokenizer, self.out, self.units, self.val_units = settings, tokenizer, out, units, val_units
-        self.progress_file = out / f".{settings.name}_progress.json"
+        self.progress_file = _progress_file(out, settings.name)
         self.sinks = {split: _Sink(self, split) for split in ("val", "train")}
         self.identity = json.loads(
             json.dumps(
@@ -171,6 +173,7 @@ class _Job:
         remove_temporary(self.progress_file)
         remove_temporary(manifest)
         if overwrite:
+            self._clear_others()
             return self._fresh()
         if manifest.exists():
             self.progress_file.unlink(missing_ok=True)  # left by a process that was killed after its last step
@@ -180,6 +183,12 @@ class _Job:
         if not self.progress_file.exists():
             if shards:
                 raise FileExistsError(f"{shards[0]} exists; choose another folder or name, or --overwrite")
+            if begun := [name for name in self._others() if _has_tokens(_progress_file(self.out, name))]:
+                raise FileExistsError(
+                    f"{self.out} holds an unfinished run named {begun[0]!r}, which could not resume beside another; "
+                    "finish it, choose another folder, or --overwrite"
+                )
+            self._clear_others()
             return self._fresh()
         saved, status = self._progress()
         if not status.total_tokens:  # it failed before the first token, so other settings are fine
@@ -207,8 +216,18 @@ class _Job:
             raise ValueError(f"{self.progress_file} is damaged, so this run cannot resume; start over with --overwrite")
         return saved, status
 
+    def _others(self) -> list[str]:
+        """Other names under which something was begun in this folder and not finished."""
+        names = [path.name[1 : -len(_PROGRESS)] for path in self.out.glob(f".*{_PROGRESS}")]
+        return [name for name in names if name != self.settings.name]
+
+    def _clear_others(self) -> None:
+        for name in self._others():
+            remove_temporary(_progress_file(self.out, name))
+            self._clear(name)
+
     def _fresh(self) -> Status:
-        self._clear()
+        self._clear_all()
         self._save(status := Status())  # from now on, shards in this folder are known to be ours
         return status
 
@@ -292,7 +311,7 @@ class _Job:
 
     def end(self, status: Status) -> Path:
         if not status.tokens["train"]:
-            self._clear()
+            self._clear_all()
             if not status.total_tokens:
                 raise ValueError(f"no text in {', '.join(self.settings.sources)}: {status.empty} empty documents")
             raise ValueError(
@@ -328,16 +347,23 @@ class _Job:
         self.progress_file.unlink(missing_ok=True)
         return manifest
 
-    def shards(self, form: str = "{}") -> list[Path]:
+    def shards(self) -> list[Path]:
         """Finished shards of this name, whoever made them."""
-        name = re.escape(self.settings.name) + r"_(train|val)_\d{6}\.bin"
-        return sorted(path for path in self.out.iterdir() if re.fullmatch(form.format(name), path.name))
+        return self._files(self.settings.name, "{}")
 
-    def _clear(self) -> None:
+    def _files(self, name: str, form: str) -> list[Path]:
+        pattern = form.format(re.escape(name) + r"_(train|val)_\d{6}\.bin")
+        return sorted(path for path in self.out.iterdir() if re.fullmatch(pattern, path.name))
+
+    def _clear_all(self) -> None:
         for sink in self.sinks.values():
             sink.close()
-        partial = self.shards(r"\.{}\.partial")
-        for path in [self.out / MANIFEST, self.progress_file, *partial, *self.shards()]:
+        (self.out / MANIFEST).unlink(missing_ok=True)
+        self._clear(self.settings.name)
+
+    def _clear(self, name: str) -> None:
+        """Delete what was prepared under a name."""
+        for path in [_progress_file(self.out, name), *self._files(name, r"\.{}\.partial"), *self._files(name, "{}")]:
             path.unlink(missing_ok=True)
 
 
@@ -402,6 +428,21 @@ class _Sink:
     def close(self) -> None:
         if self.shard is not None:
             self.shard.close()
+
+
+_PROGRESS = "_progress.json"
+
+
+def _progress_file(out: Path, name: str) -> Path:
+    return out / f".{name}{_PROGRESS}"
+
+
+def _has_tokens(progress: Path) -> bool:
+    """Whether something was prepared; if the file does not say, it may have been."""
+    try:
+        return bool(sum(read_sealed_json(progress)["status"]["tokens"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return True
 
 
 def _digest(value: Any) -> str:

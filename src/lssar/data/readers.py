@@ -96,7 +96,10 @@ def _folder(path: Path, options: ReadOptions) -> list[Path]:
         _check_link(file)
         return file.is_file()
 
-    found = [file for file in path.rglob(options.glob or "*") if wanted(file)]
+    try:
+        found = [file for file in path.rglob(options.glob or "*") if wanted(file)]
+    except NotImplementedError as error:
+        raise ValueError(f"--glob {options.glob}: must be relative to the folder, for instance '*.py'") from error
     if not found:
         what = f"that match {options.glob}" if options.glob else f"that end in {', '.join((*_TEXT, *_READERS))}"
         raise ValueError(f"source {path}: a folder with no files {what}; say which with --glob")
@@ -179,10 +182,13 @@ def _jsonl(path: Path, options: ReadOptions, skip: int) -> Iterator[Document]:
             if line.strip():
                 documents += 1
                 if documents > skip:
+                    text = _decode(line, place, offset, options)
                     try:
-                        value = json.loads(_decode(line, place, offset, options))
+                        value = json.loads(text)
                     except json.JSONDecodeError as error:
                         raise ValueError(f"{place}: not JSON: {error}") from error
+                    except ValueError as error:  # Python's limit on the digits of an integer
+                        raise ValueError(f"{place}: JSON with a number that is too long") from error
                     except RecursionError as error:
                         raise ValueError(f"{place}: JSON that is nested too deeply") from error
                     yield Document(_text_of(value, place, options), place, raw.tell())

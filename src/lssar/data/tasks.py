@@ -354,6 +354,15 @@ class TrainingDocuments:
             raise ValueError("a share of retrieval documents needs at least one task")
         self.maker, self.tasks, self.seed = maker, list(tasks), seed
 
+    def check(self, length: int) -> None:
+        """ValueError if a window of `length` tokens is too short for one of the tasks."""
+        for task in self.tasks:
+            if (least := self._shortest(task, length)) > length:
+                raise ValueError(
+                    f"a window of {length} tokens is too short for {task}, which takes {least} with "
+                    f"{self.maker.tokenizer.name}; train on longer windows, or without that task"
+                )
+
     def identity(self) -> dict[str, Any]:
         tokenizer = f"{self.maker.tokenizer.name}, {self.maker.tokenizer.vocab_size} ids"
         return {"retrieval_tasks": self.tasks, "retrieval_seed": self.seed, "retrieval_tokenizer": tokenizer}
@@ -363,6 +372,7 @@ class TrainingDocuments:
 
         And which tokens count as targets: the answers alone. The rest is noise, or filler, or text out of its place.
         """
+        self.check(length)
         rng = np.random.default_rng([self.seed, number, 0x5E7])
         parts: list[np.ndarray] = []
         counted: list[np.ndarray] = []
@@ -377,12 +387,7 @@ class TrainingDocuments:
     def _document(self, rng: np.random.Generator, length: int, left: int) -> tuple[np.ndarray, np.ndarray]:
         """One that fits into what is left of the window, if any does."""
         task = self.tasks[rng.integers(len(self.tasks))]
-        least = max(self._least(task, 1), length // 32)
-        if least > length:
-            raise ValueError(
-                f"a window of {length} tokens is too short for {task}, which takes {least} with "
-                f"{self.maker.tokenizer.name}; train on longer windows, or without that task"
-            )
+        least = self._shortest(task, length)
         # Every octave of lengths gets about the same share of the tokens: short documents teach what to do (most of
         # their tokens matter), long ones at what distance.
         most = max(left, least)
@@ -397,6 +402,10 @@ class TrainingDocuments:
     @staticmethod
     def _asked(task: str, load: int) -> int:
         return load if task in ("needles", "recall") else 1
+
+    def _shortest(self, task: str, length: int) -> int:
+        """Tokens of the shortest document in windows of `length`."""
+        return max(self._least(task, 1), length // 32)
 
     def _least(self, task: str, load: int) -> int:
         return self.maker.shortest(task, load) + (self._asked(task, load) - 1) * self.maker.room(task, load)

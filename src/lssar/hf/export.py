@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import shutil
 import tempfile
@@ -15,8 +15,8 @@ from lssar.hf.config import LssarConfig
 from lssar.hf.model import LssarForCausalLM
 from lssar.hf.tokenizer import to_transformers
 from lssar.model import GPT
-from lssar.records import command_line, environment, write_json
-from lssar.runs import Run
+from lssar.records import command_line, environment, read_json, write_json
+from lssar.runs import ExportedRun, Run
 from lssar.training.metrics import read_metrics
 
 CARD = """---
@@ -58,6 +58,8 @@ def export(
     folder = Path(folder)
     _check_folder(folder, overwrite)
     source = Run.open(run, "cpu")
+    if isinstance(source, ExportedRun):
+        raise ValueError(f"{run} is an export itself; copy the folder, or export the run that it was made from")
     gpt = source.model()
     ours = load_tokenizer(tokenizer) if tokenizer else source.tokenizer
     if ours.vocab_size > gpt.config.vocab_size:
@@ -106,12 +108,14 @@ def _card(run: Run, gpt: GPT, license: str) -> str:
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link to {folder.readlink()}; give the folder itself")
     if not folder.exists():
         return
     if not overwrite:
         raise FileExistsError(f"{folder} exists; give another folder, or --overwrite")
     config = folder / "config.json"
-    kind = json.loads(config.read_text()).get("model_type") if config.is_file() else None
+    kind = read_json(config, dict).get("model_type") if config.is_file() else None
     if kind != LssarConfig.model_type:  # never a folder that holds something else
         raise FileExistsError(f"{folder} is no folder of an earlier export, and is left alone")
 
@@ -122,10 +126,15 @@ def _put(new: Path, folder: Path) -> None:
         os.replace(new, folder)
         return
     old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old-"))
-    os.replace(folder, old)
     try:
-        os.replace(new, folder)
+        os.replace(folder, old)
+        try:
+            os.replace(new, folder)
+        except BaseException:
+            os.replace(old, folder)
+            raise
     except BaseException:
-        os.replace(old, folder)
+        with contextlib.suppress(OSError):  # empty, unless the earlier export could not be put back
+            old.rmdir()
         raise
     shutil.rmtree(old)

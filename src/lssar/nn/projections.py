@@ -32,6 +32,10 @@ class ProjectionConfig:
     """TPA: ranks of queries, keys and values."""
     bias: bool = True
 
+    def __post_init__(self) -> None:
+        if self.projection == "tpa" and self.key_heads != self.heads:
+            raise ValueError("TPA shares keys by their rank, not by head groups: key_heads must equal heads")
+
 
 class PlainProjection(nn.Module):
     """q, k, v as linear maps of x; the cache keeps k and v."""
@@ -69,8 +73,6 @@ class TensorProductProjection(nn.Module):
 
     def __init__(self, config: ProjectionConfig):
         super().__init__()
-        if config.key_heads != config.heads:
-            raise ValueError("TPA shares keys by their rank, not by head groups: key_heads must equal heads")
         self.config = config
         self.sizes = [rank * size for rank in config.ranks for size in (config.heads, config.head_size)]
         self.factors = nn.Linear(config.width, sum(self.sizes), bias=config.bias)

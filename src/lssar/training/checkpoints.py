@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -269,16 +269,22 @@ def _aside(path: Path) -> Path:
     return path.with_name(f"damaged-{path.name}")
 
 
-def newest(run: Path, whole: bool = False) -> Path | None:
+def newest(
+    run: Path,
+    whole: bool = False,
+    model: Callable[[], nn.Module] | None = None,
+    optimisers: Sequence[torch.optim.Optimizer] = (),
+) -> Path | None:
     """The newest undamaged checkpoint, with a message for each that is passed over.
 
-    Only the weights are checked, which is all that evaluation needs, or with `whole` what training needs. None if there
-    are no checkpoints; a ValueError if there are some, all damaged.
+    Only the weights are checked, which is all that evaluation needs, or with `whole` what training needs. One without
+    checksums is compared with `model` and `optimisers`, if given. None if there are no checkpoints; a ValueError if
+    there are some, all damaged.
     """
     found = checkpoints(run)
     faults: list[str] = []
     for path in reversed(found):
-        fault = damage(path, whole)
+        fault = damage(path, whole, model, optimisers)
         if fault is None:
             if faults:
                 warn(f"using {path.name} of {run}, the next older checkpoint")
@@ -296,8 +302,13 @@ def latest(run: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def damage(path: Path, whole: bool) -> str | None:
-    """What is wrong with a checkpoint, its weights alone or the whole of it; or None."""
+def damage(
+    path: Path,
+    whole: bool,
+    model: Callable[[], nn.Module] | None = None,
+    optimisers: Sequence[torch.optim.Optimizer] = (),
+) -> str | None:
+    """What is wrong with a checkpoint, its weights alone or the whole of it; or None. For `model`, see `newest`."""
     try:
         sums = _sums(path)
         needed = _needed(path, whole)
@@ -307,7 +318,7 @@ def damage(path: Path, whole: bool) -> str | None:
             if any(sharded.is_shard(name) for name in needed):  # only the list tells whether all shards are there
                 return f"{path / CHECKSUMS} is missing"
             warn(f"{path} has no {CHECKSUMS}, so only its form is checked")
-            return next((fault for name in needed if (fault := _malformed(path / name))), None)
+            return _malformed(path, whole, model() if model is not None else None, optimisers)
         if unlisted := [file.name for file in path.iterdir() if sharded.is_shard(file.name) and file.name not in sums]:
             return f"{path / CHECKSUMS} does not list {unlisted[0]}"
         with ThreadPoolExecutor(8) as threads:  # hashing is done outside Python's lock
@@ -337,17 +348,71 @@ def _tensor_files(path: Path, whole: bool) -> list[str]:
     return [MODEL, OPTIMISER] if whole else [MODEL]
 
 
-def _malformed(file: Path) -> str | None:
-    """For checkpoints without checksums: whether a file can be read at all."""
-    if file.name == STATE:
-        state = read_json(file, dict)
-        whole = isinstance(state.get("step"), int) and isinstance(state.get("param_groups"), list)
-        return None if whole else f"{file} is incomplete"
-    try:
-        load_file(file)
-    except SafetensorError as error:
-        return f"{file}: {error}"
+def _malformed(
+    path: Path, whole: bool, model: nn.Module | None, optimisers: Sequence[torch.optim.Optimizer]
+) -> str | None:
+    """For checkpoints without checksums: what in the form of their files would not load."""
+    weights = load_weights(path)
+    if model is not None and (fault := _misfit(weights, model)):
+        return f"{path / MODEL} does not fit the model: {fault}"
+    if not whole:
+        return None
+    state, tensors = read_json(path / STATE, dict), _read(path / OPTIMISER)
+    groups, data = state.get("param_groups"), state.get("data")
+    settings = [set(group) for optimiser in optimisers for group in optimiser.param_groups]
+    if state.get("step") != step_of(path) or not isinstance(groups, list) or not isinstance(data, dict):
+        return f"{path / STATE} is incomplete, or of another step"
+    if not isinstance(data.get("settings"), dict) or not _is_count(data.get("position")):
+        return f"{path / STATE}: the position in the data is incomplete"
+    if not all(_is_group(group, settings) for group in groups):
+        return f"{path / STATE}: the settings of the optimiser are incomplete"
+    if sorted(name for group in groups for name in group["params"]) != sorted(weights):
+        return f"{path / STATE}: the optimiser has other weights than {MODEL}"
+    random = tensors.pop(RNG, torch.empty(0))
+    if random.dtype != torch.uint8 or random.shape != torch.get_rng_state().shape:
+        return f"{path / OPTIMISER}: the random state is missing, or has another size"
+    faults = (_missing_moments(path, group["params"], tensors, weights) for group in groups)
+    return next(filter(None, faults), None)
+
+
+def _missing_moments(
+    path: Path, names: list[str], tensors: dict[str, Tensor], weights: dict[str, Tensor]
+) -> str | None:
+    """What is wrong with the moments of a group of weights, all of which have the same kinds of them; or None."""
+    kinds = {kind for name, _, kind in (key.partition(SEPARATOR) for key in tensors) if name in names}
+    for name in names:
+        moments = [tensors.get(f"{name}{SEPARATOR}{kind}") for kind in kinds]
+        if not all(moment is not None and moment.shape in ((), weights[name].shape) for moment in moments):
+            return f"{path / OPTIMISER}: the moments of {name} are incomplete, or have another shape"
     return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_group(group: Any, settings: list[set[str]]) -> bool:
+    """Whether it is the record of an optimiser's group of weights, with all settings that one of ours has."""
+    if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+        return False
+    named = all(isinstance(name, str) for name in group["params"])
+    return named and (not settings or any(keys <= set(group) for keys in settings))
+
+
+def _misfit(weights: dict[str, Tensor], model: nn.Module) -> str | None:
+    """The first difference between saved weights and those that the model has; or None."""
+    expected = model.state_dict()
+    for name in [*expected, *weights]:
+        there, here = (list(x[name].shape) if name in x else "missing" for x in (weights, expected))
+        if there != here:
+            return f"{name} is {there} in the file and {here} in the model"
+    return None
+
+
+def check_fit(path: Path, weights: dict[str, Tensor], model: nn.Module) -> None:
+    """ValueError if weights from `path` are those of another model than the one that the recipe describes."""
+    if fault := _misfit(weights, model):
+        raise ValueError(f"{path}: the weights do not fit the model that the recipe describes: {fault}")
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -365,12 +430,19 @@ def _load(path: Path, whole: bool) -> dict[str, Tensor]:
     for name in names:
         if not (path / name).exists():
             raise FileNotFoundError(f"{path} holds no checkpoint: {name} is missing")
-    try:
-        if sharded.is_shard(names[0]):
+    if sharded.is_shard(names[0]):
+        try:
             return sharded.load_whole(path, names)
-        return {key: value for name in names for key, value in load_file(path / name).items()}
+        except SafetensorError as error:
+            raise ValueError(f"{path / names[0]} is damaged: {error}") from error
+    return {key: value for name in names for key, value in _read(path / name).items()}
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{path / names[0]} is damaged: {error}") from error
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -379,6 +451,7 @@ def restore(path: Path, model: nn.Module, optimisers: list[torch.optim.Optimizer
     tensors = load_all(path)
     torch.set_rng_state(tensors.pop(RNG))
     flat = {key: tensors.pop(key) for key in list(tensors) if SEPARATOR in key}
+    check_fit(path, tensors, model)
     set_model_state_dict(model, dict[str, Any](tensors), options=FULL)
     set_optimizer_state_dict(model, optimisers, _nested(flat, state.pop("param_groups")), options=FULL)
     return state

@@ -42,7 +42,8 @@ def train(
 
     `report` is called with each row of metrics (main process only); `log` names services that receive them as well. The
     run ends early, with a checkpoint, on SIGTERM or SIGINT, or after `stop_after` seconds. Returns the last row.
-    Raises TrainingDiverged when loss or gradients stay non-finite, and FolderInUse if another process trains there.
+    Raises TrainingDiverged when loss or gradients stay non-finite, or weights are when the run ends, and FolderInUse if
+    another process trains there.
     """
     run = Path(run)
     with world(recipe.context_parallel) as w, _alone(run, w), stop_signal() as stopped:
@@ -93,27 +94,29 @@ def _train(
             metrics.write(row)
             report(row)
         if non_finite == recipe.max_non_finite:
-            raise TrainingDiverged(_diverged(trainer, non_finite))
+            what = f"loss or gradient were not finite in the {non_finite} steps up to step {trainer.step}"
+            raise TrainingDiverged(_diverged(trainer, what))
         out_of_time = stop_after is not None and time.monotonic() - began > stop_after
         ending = last or w.any(stopped() or out_of_time)
         if ending or trainer.step % recipe.save_every == 0:
             saved = trainer.save()
             speed.pause()
-            if last and not saved:
-                raise TrainingDiverged(_diverged(trainer, non_finite))
+            if ending and not saved:
+                what = f"step {trainer.step} is not saved, since weights or optimiser state are not finite"
+                raise TrainingDiverged(_diverged(trainer, what))
         if ending:
             break
     return row
 
 
-def _diverged(trainer: _Trainer, steps: int) -> str:
+def _diverged(trainer: _Trainer, what: str) -> str:
     trainer.saver.wait()
     kept = checkpoints.latest(trainer.run)
     where = (
         f"the last finite checkpoint is {kept}" if kept is not None else "no finite checkpoint was saved before that"
     )
     return (
-        f"training diverged: loss or gradient were not finite in the {steps} steps up to step {trainer.step}; {where}. "
+        f"training diverged: {what}; {where}. "
         "Try a lower --lr, a longer --warmup, a smaller --clip or --dtype float32 in a new run (--out FOLDER), or "
         "resume this one with --skip-non-finite, which leaves such steps out"
     )
@@ -146,7 +149,7 @@ class _Trainer:
         def find() -> None:
             checkpoints.clean(self.run)
             before = checkpoints.checkpoints(self.run)
-            if (path := checkpoints.newest(self.run, whole=True)) is not None:
+            if (path := checkpoints.newest(self.run, True, lambda: self.model, self.optimisers)) is not None:
                 found.append(path)
                 for damaged in before[before.index(path) + 1 :]:
                     checkpoints.set_aside(damaged)

@@ -127,6 +127,10 @@ class Recipe:
     """Leave out the optimiser step where loss or gradient is not finite."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            numbers = value if isinstance(value, tuple) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"{name} must be finite; got {value}")  # JSON has no other numbers
         for name in (
             "steps",
             "batch_tokens",
@@ -152,6 +156,12 @@ class Recipe:
                 raise ValueError(f"unknown retrieval task {task!r}; known: {', '.join(TASKS)}")
         if self.lr <= 0 or self.clip <= 0:
             raise ValueError(f"lr and clip must be positive; got {self.lr} and {self.clip}")
+        if self.weight_decay < 0 or self.warmup < 0:
+            raise ValueError(f"weight_decay and warmup must be 0 or more; got {self.weight_decay} and {self.warmup}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers, at least 0 and below 1; got {self.betas}")
+        if not 0 <= self.seed < _SEEDS:
+            raise ValueError(f"seed must be 0 or more and below 2**63; got {self.seed}")
         model = self.model()  # a bad combination is an error before anything is loaded
         if self.context_parallel > 1:
             for layer in model.layer_configs:
@@ -242,6 +252,10 @@ class Recipe:
 
 _TUPLES = ("betas", "retrieval_tasks")
 """Fields that JSON keeps as lists."""
+_SEEDS = 2**63
+"""Seeds are 64-bit integers, with a sign."""
+_ADDED = ("layout", "p_schedule", "context_parallel", "max_non_finite", "skip_non_finite")
+"""Fields that version 0.1 did not have, which its stored recipes lack."""
 
 
 RECIPES: dict[str, Recipe] = {
@@ -335,8 +349,11 @@ def recipe_in(record: dict[str, Any], path: Path, otherwise: str) -> Recipe:
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: no recipe in it; {otherwise}, or damaged")
     try:
-        return Recipe.from_dict(fields)
-    except (TypeError, ValueError) as error:
+        stored = Recipe.from_dict(fields)
+        if missing := [field.name for field in dataclasses.fields(Recipe) if field.name not in {*fields, *_ADDED}]:
+            raise ValueError(f"the recipe lacks {', '.join(missing)}; the file is damaged")
+        return stored
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -35,4 +35,6 @@ def _retrieval_documents(recipe: Recipe, data: DataFolder, shards: list[Path]) -
     if tokenizer.vocab_size > recipe.vocab_size:
         raise ValueError(f"{tokenizer.name} has {tokenizer.vocab_size} ids, the recipe {recipe.vocab_size}")
     maker = TaskMaker(tokenizer, background_of(TokenStream(shards), tokenizer.eot))
-    return TrainingDocuments(maker, recipe.retrieval_tasks, recipe.seed)
+    documents = TrainingDocuments(maker, recipe.retrieval_tasks, recipe.seed)
+    documents.check(recipe.length + 1)  # now: at the first batch the run would be recorded already
+    return documents

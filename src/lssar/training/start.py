@@ -10,7 +10,7 @@ from typing import Any
 
 from lssar.data.folder import STDLIB, DataFolder, find_data, write_stdlib
 from lssar.data.stream import TokenStream
-from lssar.records import environment, read_sealed_json, write_sealed_json
+from lssar.records import environment, read_sealed_json, warn, write_sealed_json
 from lssar.training.distributed import Processes
 from lssar.training.recipes import CONFIG, Recipe, read_recipe
 
@@ -33,6 +33,7 @@ step is divided over processes and passes may change: a run resumes on another n
 
 def resolve(recipe: Recipe, run: Path, w: Processes) -> tuple[Recipe, DataFolder]:
     """The recipe as it will be recorded, with the data's vocabulary and absolute path; and the checked data."""
+    recipe.micro_steps(w.size)
     kept = read_recipe(run) if (run / CONFIG).exists() else None
     path = find_data(recipe.data, run)
     if recipe.data == STDLIB:
@@ -48,11 +49,12 @@ def resolve(recipe: Recipe, run: Path, w: Processes) -> tuple[Recipe, DataFolder
         )
     data.training_shards()
     w.on_main(data.check)
+    if w.main and not data.shards("val"):
+        warn(f"nothing in {path} is held out: `lssar eval` will need --data FOLDER with other text")
     vocab_size = data.vocab_size if kept is None else kept.vocab_size
     if data.vocab_size > vocab_size:
         raise ValueError(f"{path} has a vocabulary of {data.vocab_size} ids, the model of {run} has {vocab_size}")
     recipe = recipe.replace(vocab_size=vocab_size)
-    recipe.micro_steps(w.size)
     if kept is not None:
         _compare(recipe, kept, run)
     return recipe, data
