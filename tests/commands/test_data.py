@@ -139,3 +139,12 @@ def test_stdlib():
     assert all(text.endswith("\n") for _, text in first[-1:])
     longer = list(python_stdlib_text(1_100_000))
     assert longer[: len(first) - 1] == first[:-1]  # the last was cut
+
+
+def test_only_a_folder_with_shards_is_said_to_lack_a_manifest(tmp_path, capsys):
+    """An exported model has no data at all; the error that follows says so."""
+    DataFolder(tmp_path / "none").check()
+    assert not capsys.readouterr().err
+    (tmp_path / "x_train_000000.bin").touch()
+    DataFolder(tmp_path).check()
+    assert "no manifest.json" in capsys.readouterr().err

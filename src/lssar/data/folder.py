@@ -97,7 +97,7 @@ class DataFolder:
         Up to VERIFY_ALWAYS bytes are read every time. Larger data is read once; after that a shard whose size and time
         of change are as they were is not read again.
         """
-        if self.manifest is None and self.path not in _UNLISTED:
+        if self.manifest is None and self.path not in _UNLISTED and any(self.shards(split) for split in splits):
             _UNLISTED.add(self.path)
             warn(f"{self.path} has no {MANIFEST}, so its shards are only checked for their form")
         listed = self._listed(splits)
