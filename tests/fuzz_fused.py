@@ -87,12 +87,13 @@ def draw(seed: int, small: bool) -> Case:
         queries, view = keys, "causal"
     specs = {"activation": ACTIVATIONS, "hidden window": WINDOW_SPECS}.get(kind, ("lssar",))
     far = dtype != "float16" and kind in ("lssar", "decode", "paged") and r.random() < 0.25
+    spans = r.choice(((60, 60, 20), (3, 3, 104))) if far else (0, 0, 0)  # gradients are about v / |q| and v / |k|
     return Case(
         seed, kind, kernels.choice(specs), dtype,
         1 if "pack" in view else r.randint(1, 2), r.randint(1, 2), r.choice((1, 1, 2, 4)), queries, keys,
         kernels.choice((16, 20, 32) if small else (16, 40, 64, 64, 80, 128, 128, 256)),
         kernels.choice(POWERS), view, kind != "activation" and kernels.random() < 0.2,
-        r.random() < 0.3, *(r.randint(-60, 60) if far else 0 for _ in range(2)), r.randint(-20, 20) if far else 0,
+        r.random() < 0.3, *(r.randint(-min(span, 60), span) for span in spans),
     )  # fmt: skip
 
 
