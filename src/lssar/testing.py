@@ -238,18 +238,20 @@ def _cancellation(
     n = visible.sum(-1, keepdim=True).to(q.dtype)
     factor = score_factor(n, q.shape[-1], spec) * (1.0 if spec.head_scale is None else spec.head_scale)
     ds = torch.zeros(visible.shape, dtype=torch.float64, device=q.device)
+    of_rows = torch.full_like(do, of_o)
     if ds.numel() > 0:
         products = (do.abs() @ values.abs().mT).masked_fill(~visible, 0).amax(-1, keepdim=True)
         operations = n + v.shape[-1] + 8  # sums over keys and columns, and a few more
-        slopes = _slopes(scores(q, keys, factor, n, spec), visible, n, spec)
-        ds = eps * operations * products * slopes * factor.abs()
+        slopes, grown = _slopes(scores(q, keys, factor, n, spec), visible, n, spec)
+        ds = eps * operations * products * slopes * factor.abs() * grown
+        of_rows = of_rows * grown
     if spec.cosine:  # gradients of unit vectors, less the part along them
         dq = (2 * ds.sum(-1, keepdim=True) / _length(q)).expand_as(q)
         dk = (2 * ds.sum(-2)[..., None] / _length(keys)).expand_as(keys)
     else:
         dq, dk = ds @ keys.abs(), ds.mT @ q.abs()
     dk = dk.unflatten(1, (k.shape[1], groups)).sum(2)
-    return [torch.full_like(do, of_o), dq, dk, torch.full_like(v, of_dv * groups)]
+    return [of_rows, dq, dk, torch.full_like(v, of_dv * groups)]
 
 
 def _length(x: Tensor) -> Tensor:
@@ -261,10 +263,11 @@ def _divisor(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, torch.inf)
 
 
-def _slopes(s: Tensor, visible: Tensor, n: Tensor, spec: AttentionSpec) -> Tensor:
-    """Derivatives of weights by scores s (B, H, Lq, Lk), with the sizes of terms added that would cancel.
+def _slopes(s: Tensor, visible: Tensor, n: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | float]:
+    """Derivatives of weights by scores s (B, H, Lq, Lk), with the sizes of terms added that would cancel; and by how
+    much roundings of weights grow in each row, where it is divided by what recentring leaves of them.
 
-    For weights a / sum a that is a' / sum a; recentring and re-weighting multiply it.
+    For weights a / sum a the derivative is a' / sum a; recentring and re-weighting multiply it.
     """
     if spec.activation == "exp":
         if spec.divisor == "l1":
@@ -283,12 +286,14 @@ def _slopes(s: Tensor, visible: Tensor, n: Tensor, spec: AttentionSpec) -> Tenso
         spread = _divisor(above.amax(-1, keepdim=True))
         z = above / spread
         by_z = spec.p * torch.where(z > 0, z ** (spec.p - 1), 0) / _divisor((z**spec.p).sum(-1, keepdim=True))
-        return slopes * (by_z + by_z.sum(-1, keepdim=True) / n.clamp_min(1)) / spread
+        return slopes * (by_z + by_z.sum(-1, keepdim=True) / n.clamp_min(1)) / spread, 1.0
     if spec.divisor != "l1":
-        return slopes / fixed_divisor(n, spec)
+        return slopes / fixed_divisor(n, spec), 1.0
     w, slopes = a / _divisor(total), slopes / _divisor(total)
     if spec.recentre == "none":
-        return slopes
+        return slopes, 1.0
     mean = (w.sum(-1, keepdim=True) / n.clamp_min(1)).masked_fill(n <= FIRST_ROWS, 0)
     left = (w - mean).masked_fill(~visible, 0).abs().sum(-1, keepdim=True)
-    return 2 * slopes / (_divisor(left) if spec.recentre == "mean_l1" else 1)
+    if spec.recentre != "mean_l1":
+        return 2 * slopes, 1.0
+    return 2 * slopes / _divisor(left), 1 + 1 / _divisor(left)
