@@ -223,7 +223,10 @@ def _of_heads(name: str, given: Any, q: Tensor, obstacle: str | None) -> Tensor 
 
 @torch.compiler.assume_constant_result
 def _in_forward_mode() -> bool:
-    """When it is traced too; compiled code has a guard on the levels that it was traced under."""
+    """Whether forward mode is active, also while a call is traced.
+
+    Compiled code is traced again within torch.func.jvp, but not within a `dual_level` that is entered later.
+    """
     return forward_ad._current_level >= 0
 
 
@@ -231,7 +234,7 @@ def _refuse_forward_mode(impl: str, *tensors: Tensor | None) -> None:
     """Registered operators pass no forward gradient on, so that the result would be an exact zero."""
     if not _in_forward_mode():
         return
-    # a compiler cannot look at tangents: it sees that there is a level of forward mode
+    # tangents cannot be looked at while tracing, so any call within forward mode is refused
     traced = torch.compiler.is_compiling()
     if traced or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(

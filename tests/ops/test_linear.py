@@ -184,6 +184,7 @@ def test_other_calls_take_the_modules(launched):
         with torch.autocast(x.device.type, torch.bfloat16):
             run(linear)
         run(linear, residual=residual[:1])
+        run(linear, residual=residual[:, :1])
         run(linear, norm=type("PlusOne", (RMSNorm,), {})(8).to(x.device))
         shifted = LayerNorm(8).to(x.device)
         register_parametrization(shifted, "weight", nn.Identity())

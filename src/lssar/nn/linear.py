@@ -29,7 +29,7 @@ def fused_linear(
     """
     if activation not in (None, "gelu", "swiglu"):
         raise ValueError(f"activation must be 'gelu', 'swiglu' or None; got {activation!r}")
-    if step and _in_one_launch(x, linear, norm, residual):
+    if step and _in_one_launch(x, linear, norm, activation, residual):
         options: dict[str, Any] = {}
         if norm is not None:
             options["norm"] = "rms" if isinstance(norm, nn.RMSNorm) else "layer"
@@ -55,7 +55,13 @@ def plain(*modules: nn.Module) -> bool:
     return not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
 
 
-def _in_one_launch(x: Tensor, linear: nn.Module, norm: nn.Module | None, residual: Tensor | None) -> bool:
+def _in_one_launch(
+    x: Tensor,
+    linear: nn.Linear | nn.Embedding,
+    norm: nn.Module | None,
+    activation: Activation | None,
+    residual: Tensor | None,
+) -> bool:
     """Whether the kernel computes what the modules would: they are known, and every tensor has one dtype and device."""
     if not fused.has_small_linear(x) or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return False
@@ -65,7 +71,8 @@ def _in_one_launch(x: Tensor, linear: nn.Module, norm: nn.Module | None, residua
         return False
     if norm is not None and (norm.normalized_shape != x.shape[-1:] or norm.weight is None or norm.eps is None):
         return False
-    if residual is not None and residual.shape[:-1] != x.shape[:-1]:  # it broadcasts
+    made = linear.weight.shape[0] // (2 if activation == "swiglu" else 1)
+    if residual is not None and residual.shape != (*x.shape[:-1], made):  # it broadcasts
         return False
     tensors = [x, residual] + [t for m in modules for t in (m.weight, getattr(m, "bias", None))]
     return all(

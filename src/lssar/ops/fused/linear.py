@@ -200,8 +200,10 @@ def check(
     if weight.ndim != 2 or weight.shape[1] != K or (gated and weight.shape[0] % 2):
         raise ValueError(f"weight must be (N, {K}){', N even' if gated else ''}; got {tuple(weight.shape)}")
     out = (*x.shape[:-1], weight.shape[0] // (1 + gated))
-    wanted = {"bias": (bias, weight.shape[:1]), "residual": (residual, out), "norm_weight": (norm_weight, (K,)),
-              "norm_bias": (norm_bias, (K,))}  # fmt: skip
+    wanted = {
+        "bias": (bias, weight.shape[:1]), "residual": (residual, out), "norm_weight": (norm_weight, (K,)),
+        "norm_bias": (norm_bias, (K,)),
+    }  # fmt: skip
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name} must be {tuple(shape)}; got {tuple(tensor.shape)}")
