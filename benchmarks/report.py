@@ -123,7 +123,10 @@ FAR = ("1", "64", "512")
 
 
 def far_table(table: dict) -> str:
-    """Loss, passkeys and needles of each row of the experiment `mixed`, at a few lengths; means over seeds."""
+    """Loss, passkeys and needles of each row of the experiment `mixed`, at a few lengths; means over seeds.
+
+    A dash stands for an evaluation that was not made.
+    """
     cells: dict[str, dict[str, list[str]]] = {}
     kinds = {"length": "loss", "passkey": "passkeys", "needles": "needles"}
     far = [m for m in FAR if m in table["rows"][0]["loss"]]
@@ -137,7 +140,9 @@ def far_table(table: dict) -> str:
             continue
         cells.setdefault(row["label"], {"seeds": [str(len(row["arms"]))]})[kind] = found
     head = ["", "seeds", *(f"{word} {' / '.join(f'{m}x' for m in far)}" for word in kinds.values())]
-    rows = [[label, *(" / ".join(found[kind]) for kind in ("seeds", *kinds))] for label, found in cells.items()]
+    rows = [
+        [label, *(" / ".join(found.get(kind, "-")) for kind in ("seeds", *kinds))] for label, found in cells.items()
+    ]
     return markdown_table(head, rows) + f"\n{'; '.join(table['machines'])}. Command: `{table['command']}`.\n"
 
 

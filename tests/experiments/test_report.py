@@ -84,7 +84,8 @@ def as_published(arm, evaluation, m) -> float | None:
 def found_by_ours(arm, evaluation) -> float:
     """Rates of retrieval for which every claim holds."""
     if arm.recipe.layout != "uniform":
-        return 1.0 if arm.recipe.p_schedule is not None else 0.5
+        longer = arm.recipe.steps > H200.settings["long"]["steps"]
+        return 1.0 if arm.recipe.p_schedule is not None or longer else 0.5
     return 0.9 if arm.recipe.attention == "lssar" else 0.1
 
 
