@@ -1,10 +1,13 @@
 """The queue of arms: shared, interrupted and resumed, within a time limit, through failures."""
 
+import contextlib
 import dataclasses
 import json
 import re
 import time
 from types import SimpleNamespace
+
+import torch
 
 from lssar.experiments import EXPERIMENTS, SCALES, arms_of, queue, runner
 from lssar.experiments.evaluations import Length
@@ -17,6 +20,11 @@ from tests.experiments.reproduce import reproduce
 
 def scale_in(folder):
     return dataclasses.replace(SCALES["smoke"], results=folder / "results", runs=folder / "runs")
+
+
+def queue_of(arms, scale, **how):
+    required = {arm.key: ("length-16x",) for arm in arms}
+    return runner.ArmQueue(jobs=tuple(arms), scale=scale, data=scale.runs, command="", required=required, **how)
 
 
 def let_arms_take_100_seconds(monkeypatch):
@@ -110,11 +118,8 @@ def test_when_fewer_are_at_work_an_arm_takes_less(small, monkeypatch):
     """By the clock every arm takes 100 s with two at work; 90 are left, enough for one that has the machine alone."""
     scale = scale_in(small)
     scale.runs.mkdir(parents=True)
-    arms = tuple(arms_of([EXPERIMENTS["table1"]], scale))
-    both = runner.ArmQueue(
-        jobs=arms, scale=scale, data=small, command="", required={arm.key: ("length-16x",) for arm in arms},
-        deadline=time.time() + 90, whole_jobs=True,
-    )  # fmt: skip
+    arms = arms_of([EXPERIMENTS["table1"]], scale)
+    both = queue_of(arms, scale, deadline=time.time() + 90, whole_jobs=True)
     let_arms_take_100_seconds(monkeypatch)
     started = []
     monkeypatch.setattr(runner, "run_arm", lambda arms, arm, say: started.append(arm))
@@ -181,6 +186,45 @@ def test_a_lost_device_ends_the_queue(small, monkeypatch, capsys):
     assert "the GPU no longer responds" in said
     assert "arm 1 of" in said
     assert "arm 2 of" not in said
+
+
+def test_a_worker_without_memory_leaves_its_arm_to_the_others(small, monkeypatch):
+    """Beside other arms, running out of GPU memory says nothing about the arm, and more arms would fail too."""
+    scale = scale_in(small)
+    arms = arms_of([EXPERIMENTS["table1"]], scale)
+    finished, said = set(), []
+
+    def train(arms_queue, arm, say):
+        if held_by_another:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finished.add(arm.key)
+
+    monkeypatch.setattr(runner, "run_arm", train)
+    monkeypatch.setattr(runner.ArmQueue, "finished", lambda self, job: job.key in finished)
+    arms_queue = queue_of(arms, scale)
+    held_by_another = True
+    with hold(scale.runs / arms[0].key, "working on an arm", queue.LOCK):
+        assert queue._work(arms_queue, said.append, workers=2) == []
+    assert not finished and "this worker ends" in said[-1] and len(said) == 2
+    assert len(queue._work(arms_queue, said.append, workers=2)) == len(arms)  # alone: the arm is too large
+    held_by_another = False
+    assert queue._work(arms_queue, said.append) == [] and len(finished) == len(arms)
+
+
+def test_an_arm_that_another_worker_gave_up_is_done_at_the_end(small, monkeypatch):
+    scale = scale_in(small)
+    arms = arms_of([EXPERIMENTS["table1"]], scale)
+    done = []
+    other = contextlib.ExitStack()
+    other.enter_context(hold(scale.runs / arms[0].key, "working on an arm", queue.LOCK))
+
+    def train(arms_queue, arm, say):
+        done.append(arm)
+        other.close()  # the other worker ends
+
+    monkeypatch.setattr(runner, "run_arm", train)
+    assert queue._work(queue_of(arms, scale), print, workers=2) == []
+    assert done == [*arms[1:], arms[0]]
 
 
 def test_evaluations_are_recorded_at_once_and_never_replaced_by_fewer(tmp_path):

@@ -124,12 +124,15 @@ def _worker(queue: Queue[Any], failures: Any, threads: int, workers: int) -> Non
         failures.put(key)
 
 
-def _work(queue: Queue[Any], say: Say, workers: int = 1) -> list[str]:
+def _work(queue: Queue[Job], say: Say, workers: int = 1) -> list[str]:
     failed: list[str] = []
     pace = 0.0  # seconds per unit of effort of the slowest job of this process
     numbers = {queue.key(job): number for number, job in enumerate(queue.jobs, 1)}
     waiting, before = list(queue.jobs), None
-    while waiting:
+    held_by_others: list[Job] | None = []  # looked at once more at the end: their workers may have ended
+    while waiting or held_by_others:
+        if not waiting:
+            waiting, held_by_others = held_by_others or [], None
         job = queue.choose(waiting, before)
         waiting.remove(job)
         if queue.finished(job):
@@ -139,6 +142,8 @@ def _work(queue: Queue[Any], say: Say, workers: int = 1) -> list[str]:
             try:
                 claim.enter_context(hold(queue.folder(job), f"working on {key}", LOCK))
             except FolderInUse:
+                if held_by_others is not None:
+                    held_by_others.append(job)
                 continue
             if queue.finished(job):  # by another process, meanwhile
                 continue
@@ -160,7 +165,10 @@ def _work(queue: Queue[Any], say: Say, workers: int = 1) -> list[str]:
             except (JobFailed, FolderInUse) as reason:
                 say(f"{reason}; continuing with the next {queue.noun}")
                 failed.append(key)
-            except Exception:
+            except Exception as problem:
+                if isinstance(problem, torch.OutOfMemoryError) and _at_work(queue) > 1:
+                    say(f"{key}: out of GPU memory beside other {queue.noun}s; left to them, this worker ends")
+                    return failed
                 failed.append(key)
                 if device_is_lost():  # every further job would fail too
                     say(f"{key}: the GPU no longer responds to this process, which exits\n{traceback.format_exc()}")

@@ -169,8 +169,8 @@ def run_arm(queue: ArmQueue, arm: Arm, say: Say) -> dict[str, Any]:
             began = time.monotonic()
             try:
                 results = evaluation.evaluate(model, held_out)
-            except Exception:
-                if device_is_lost():
+            except Exception as problem:
+                if isinstance(problem, torch.OutOfMemoryError) or device_is_lost():
                     raise
                 say(f"{arm.key}: {evaluation.key} failed; continuing\n{traceback.format_exc()}")
                 continue
