@@ -20,6 +20,7 @@ from torch import Tensor
 from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.decode import (
     cache_of,
+    cached_rows,
     can_overlap,
     key_offsets,
     let_next_begin,
@@ -42,8 +43,8 @@ PLANES = 3
 def _attend(
     q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
     v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr,
-    NORMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    DOT: tl.constexpr, NORMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over keys lo..stop: weighted values [M, D], sum of weights and largest score [M], and whether the norm of a key
     was near the ends of float32's range. NORMS is as in decode.py; scores without cosine are scaled after the largest
@@ -54,13 +55,15 @@ def _attend(
     o = tl.zeros([M, BLOCK_D], tl.float32)
     extreme = tl.zeros([M if NORMS == "product" else 1, N], tl.int32)
     ones = tl.full([M, BLOCK_D], 1.0, k_ptr.dtype.element_ty)
+    k_rows = cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, columns, PAGE)
+    v_rows = cached_rows(v_ptr, b, h_kv, v_stride_b, v_stride_h, columns, PAGE)
     for start in tl.range(lo, stop, N, num_stages=STAGES):
         keys = start + offsets
         mask = (keys < stop)[:, None] & (columns < D)[None, :]
-        k_at = key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
-        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=mask, other=0.0)  # [N, D]
-        v_at = key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
-        v = tl.load(v_ptr + v_at[:, None] + columns[None, :], mask=mask, other=0.0)  # [N, D]
+        k_at = key_offsets(keys, length, b, k_stride_b, k_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        k = tl.load(k_rows + k_at, mask=mask, other=0.0)  # [N, D]
+        v_at = key_offsets(keys, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        v = tl.load(v_rows + v_at, mask=mask, other=0.0)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         if COSINE:
             if NORMS == "robust":
@@ -93,7 +96,7 @@ def split_kernel(
     Hkv, Lk, split_length, splits, part_plane,
     COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr,
     HAS_GAIN: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    DOT: tl.constexpr, NORMS: tl.constexpr, WHOLE: tl.constexpr,
+    WIDE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: there is one split, whose output is final.
@@ -132,14 +135,14 @@ def split_kernel(
     o, z, highest, extreme = _attend(
         q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
         v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-        COSINE, D, BLOCK_D, PAGE, DOT, NORMS, BLOCK_M, BLOCK_N, STAGES,
+        COSINE, D, BLOCK_D, PAGE, WIDE, DOT, NORMS, BLOCK_M, BLOCK_N, STAGES,
     )  # fmt: skip
     if COSINE:  # noqa: SIM102 (the outer one is decided when compiling)
         if extreme != 0:
             o, z, highest, extreme = _attend(
                 q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
                 v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-                COSINE, D, BLOCK_D, PAGE, DOT, "robust", BLOCK_M, BLOCK_N, 1,
+                COSINE, D, BLOCK_D, PAGE, WIDE, DOT, "robust", BLOCK_M, BLOCK_N, 1,
             )  # fmt: skip
     wanted = inside & (tl.arange(0, BLOCK_M) % REPEAT == 0)
     o_mask = wanted[:, None] & (columns < D)[None, :]
@@ -260,7 +263,7 @@ def decode(
     grid = (B * cache.heads, splits)
     more = {
         "GROUP": group, "HAS_GAIN": gain is not None, "HAS_LENGTHS": lengths is not None, "PAGE": cache.page,
-        "NORMS": how.norms, "WHOLE": whole, "BLOCK_M": block_m, "BLOCK_N": how.block,
+        "WIDE": cache.wide, "NORMS": how.norms, "WHOLE": whole, "BLOCK_M": block_m, "BLOCK_N": how.block,
         "REPEAT": block_m // power_of_two(group), "STAGES": how.stages, "num_warps": how.warps,
     }  # fmt: skip
     start_kernel(split_kernel, grid, arguments, constants | more | overlap)
