@@ -1,12 +1,19 @@
 """Time the decode kernels on one GPU beside softmax: settings, kinds of keys, kernel by kernel.
 
 PYTHONPATH=src python benchmarks/decode_lab.py decode|norms|sweep|profile
+PYTHONPATH=src python benchmarks/decode_lab.py turns [--old FILE] [--compile]
+
+turns compares plans, and with --old another version of src/lssar/ops/fused/decode.py, in one process; --compile only
+compiles what it runs, in a process for each shape.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import statistics
+import subprocess
 import sys
 from functools import partial
 
@@ -26,6 +33,16 @@ def decode_inputs(batch, heads, kv_heads, length, d):
     return Case(batch, heads, kv_heads, length, d, "bfloat16", "cuda", decode=True).inputs()[:3]
 
 
+def dense_decode(q, k, v):
+    """In float64, for the first key head of the first batch row: the output of LSSAR and its weights."""
+    group, length, d = q.shape[1] // k.shape[1], *k.shape[2:]
+    scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
+    a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
+    z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
+    w = (z / z.amax(-1, keepdim=True)) ** 15
+    return (w / w.sum(-1, keepdim=True)) @ v[0, 0].double(), w
+
+
 def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 16, 64)), lengths=(32768, 131072)):
     from triton.testing import do_bench_cudagraph
 
@@ -38,11 +55,7 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             few = slice(0, 1)
             exact = fused_decode(q[few].double().float(), k[few].float(), v[few].float(), p=15.0, tolerance=0.0)
             got = fused_decode(q, k, v, p=15.0)[few]
-            scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
-            a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
-            z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
-            w = (z / z.amax(-1, keepdim=True)) ** 15
-            dense_o = (w / w.sum(-1, keepdim=True)) @ v[0, 0].double()
+            dense_o, w = dense_decode(q, k, v)
             wrong = error(exact[0, :group, 0], dense_o), error(got[0, :group, 0], dense_o)
             share = ((w > 2**-10 / length).any(0)).double().mean().item()
             mine, all_v = (
@@ -159,6 +172,69 @@ def profile_once(run):
         print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
+SHAPES = tuple(
+    (batch, *heads, length) for heads in ((32, 8, 128), (16, 16, 64)) for batch in (1, 16) for length in (32768, 131072)
+)
+"""Those of docs/performance.md: batch, heads, key heads, head size, keys."""
+
+
+def load_version(path):
+    """decode.py of another commit as a module."""
+    from lssar.ops.fused import autograd
+
+    spec = importlib.util.spec_from_file_location("another_decode", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    operator, refuse = autograd.operator, autograd.refuse_gradient
+    try:  # the operators are registered once
+        autograd.operator, autograd.refuse_gradient = (lambda *a: None), (lambda *a: None)
+        spec.loader.exec_module(module)
+    finally:
+        autograd.operator, autograd.refuse_gradient = operator, refuse
+    return module
+
+
+def turns(*words):
+    """Every setting once a turn, so that clocks and temperature are the same for all: medians of five turns."""
+    from triton.testing import do_bench_cudagraph
+
+    from lssar.ops.fused import decode as module
+
+    old = words[words.index("--old") + 1] if "--old" in words else None
+    shapes = SHAPES
+    if "--shape" in words:
+        shapes = SHAPES[int(words[words.index("--shape") + 1]) :][:1]
+    elif "--compile" in words:
+        again = [sys.executable, __file__, "turns", *words]
+        running = [subprocess.Popen([*again, "--shape", str(i)]) for i in range(len(SHAPES))]
+        sys.exit(max(process.wait() for process in running))
+    for batch, heads, kv_heads, d, length in shapes:
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        splits = module.plan_for(q, kv_heads, length, False).splits
+        settings = {
+            "now": {}, "not fetched": {"fetch": False}, "not ahead": {"ahead": False},
+            "splits x 2": {"splits": 2 * splits}, "splits x 3/2": {"splits": 3 * splits // 2},
+            "block 128": {"block": 128, "splits": splits},
+        }  # fmt: skip
+        runs = {name: partial(module.decode, q, k, v, *CALL, 2**-10, **how) for name, how in settings.items()}
+        runs["tolerance 0"] = partial(module.decode, q, k, v, *CALL, 0.0)
+        if old is not None:
+            runs["old"] = partial(load_version(old).decode, q, k, v, *CALL, 2**-10)
+        expected, _ = dense_decode(q, k, v)
+        off = {name: error(run()[0, : heads // kv_heads, 0], expected) for name, run in runs.items()}
+        if "--compile" in words:
+            continue
+        times = {name: [] for name in runs}
+        for _ in range(5):
+            for name, run in runs.items():
+                times[name].append(do_bench_cudagraph(run, rep=10, return_mode="median"))
+        cudnn = cudnn_decode(q, k, v)
+        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: cuDNN {cudnn * 1e3:.1f} us, {splits} splits")
+        for name, found in times.items():
+            time = statistics.median(found)
+            print(f"    {name}: {time * 1e3:.1f} us {time / cudnn:.2f}x, error {off[name]:.1e}", flush=True)
+
+
 class Spy:
     """Stands in for a kernel and keeps what it was compiled to."""
 
@@ -173,7 +249,7 @@ class Spy:
 
 
 def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 128, 32768))):
-    """Kernel by kernel, unit keys and raw ones: of those with four warps it is not known what takes 32 us more."""
+    """Kernel by kernel, unit keys and raw ones."""
     from lssar.ops.fused import decode as module
 
     names = ("score_kernel", "value_kernel", "combine_kernel")
@@ -197,9 +273,9 @@ def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 
                 print(f"    {kernel} {spy.grid}: {c.n_regs} registers, {c.n_spills} spilled, {c.metadata.shared} bytes")
 
 
-COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile}
+COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile, "turns": turns}
 
 if __name__ == "__main__":
     if sys.argv[1:2] not in [[name] for name in COMMANDS]:
         sys.exit(f"{__doc__}\ncommands: {', '.join(COMMANDS)}")
-    COMMANDS[sys.argv[1]]()
+    COMMANDS[sys.argv[1]](*sys.argv[2:])
