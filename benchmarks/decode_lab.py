@@ -1,10 +1,10 @@
 """Time the decode kernels on one GPU beside softmax: settings, kinds of keys, kernel by kernel.
 
 PYTHONPATH=src python benchmarks/decode_lab.py decode|norms|sweep|profile
-PYTHONPATH=src python benchmarks/decode_lab.py turns [--old FILE] [--compile]
+PYTHONPATH=src python benchmarks/decode_lab.py turns|softmax [--old FOLDER] [--compile]
 
-turns compares plans, and with --old another version of src/lssar/ops/fused/decode.py, in one process; --compile only
-compiles what it runs, in a process for each shape.
+turns and softmax compare plans, and with --old decode.py and decode_softmax.py of another commit, in one process;
+--compile only compiles what they run, in a process for each shape.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ CALL = (None, 15.0, None, None, None)
 def decode_inputs(batch, heads, kv_heads, length, d):
     from lssar.benchmark import Case
 
+    if "--compile" in sys.argv:  # beside other processes: the numbers do not matter, their memory does
+        shapes = (batch, heads, 1, d), *[(batch, kv_heads, length, d)] * 2
+        return [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
     return Case(batch, heads, kv_heads, length, d, "bfloat16", "cuda", decode=True).inputs()[:3]
 
 
@@ -178,61 +181,105 @@ SHAPES = tuple(
 """Those of docs/performance.md: batch, heads, key heads, head size, keys."""
 
 
-def load_version(path):
-    """decode.py of another commit as a module."""
+def load_version(folder):
+    """decode.py and decode_softmax.py of another commit, which are in `folder`, as modules."""
     from lssar.ops.fused import autograd
 
-    spec = importlib.util.spec_from_file_location("another_decode", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it
-    operator, refuse = autograd.operator, autograd.refuse_gradient
-    try:  # the operators are registered once
+    name = "lssar.ops.fused.decode"
+    importlib.import_module(name)
+    kept = autograd.operator, autograd.refuse_gradient, sys.modules[name]
+    made = []
+    try:  # the operators are registered once, and the second file imports from the first
         autograd.operator, autograd.refuse_gradient = (lambda *a: None), (lambda *a: None)
-        spec.loader.exec_module(module)
+        for file in ("decode", "decode_softmax"):
+            spec = importlib.util.spec_from_file_location(f"another_{file}", f"{folder}/{file}.py")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look for it
+            spec.loader.exec_module(module)
+            made.append(module)
+            sys.modules[name] = made[0]
     finally:
-        autograd.operator, autograd.refuse_gradient = operator, refuse
-    return module
+        autograd.operator, autograd.refuse_gradient = kept[:2]
+        sys.modules[name] = kept[2]
+    return made
 
 
-def turns(*words):
-    """Every setting once a turn, so that clocks and temperature are the same for all: medians of five turns."""
+def in_turns(title, runs, expected, baseline):
+    """Every setting once a turn, so that clocks and temperature are the same for all: medians of three turns.
+
+    runs: functions by name, of which `expected` is what the first rows should be."""
     from triton.testing import do_bench_cudagraph
 
+    rows = slice(0, expected.shape[0])
+    off = {name: error(run()[0, rows, 0], expected) for name, run in runs.items()}
+    if "--compile" in sys.argv:
+        return
+    times = {name: [] for name in runs}
+    for _ in range(3):
+        for name, run in runs.items():
+            times[name].append(do_bench_cudagraph(run, rep=10, return_mode="median"))
+    print(f"{title}: cuDNN softmax {baseline * 1e3:.1f} us", flush=True)
+    for name, found in times.items():
+        time = statistics.median(found)
+        print(f"    {name}: {time * 1e3:.1f} us {time / baseline:.2f}x, error {off[name]:.1e}", flush=True)
+
+
+def each_shape(shapes):
+    """Those that a process is to run; with --compile, first a process for each."""
+    if "--shape" in sys.argv:
+        return shapes[int(sys.argv[sys.argv.index("--shape") + 1]) :][:1]
+    if "--compile" in sys.argv:
+        running = [subprocess.Popen([sys.executable, *sys.argv, "--shape", str(i)]) for i in range(len(shapes))]
+        sys.exit(max(process.wait() for process in running))
+    return shapes
+
+
+def turns():
+    """LSSAR with raw keys: plans, and another commit's version."""
     from lssar.ops.fused import decode as module
 
-    old = words[words.index("--old") + 1] if "--old" in words else None
-    shapes = SHAPES
-    if "--shape" in words:
-        shapes = SHAPES[int(words[words.index("--shape") + 1]) :][:1]
-    elif "--compile" in words:
-        again = [sys.executable, __file__, "turns", *words]
-        running = [subprocess.Popen([*again, "--shape", str(i)]) for i in range(len(SHAPES))]
-        sys.exit(max(process.wait() for process in running))
-    for batch, heads, kv_heads, d, length in shapes:
+    old = load_version(sys.argv[sys.argv.index("--old") + 1])[0] if "--old" in sys.argv else None
+    for batch, heads, kv_heads, d, length in each_shape(SHAPES):
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
-        splits = module.plan_for(q, kv_heads, length, False).splits
+        plan = module.plan_for(q, kv_heads, length, False)
         settings = {
             "now": {}, "not fetched": {"fetch": False}, "not ahead": {"ahead": False},
-            "splits x 2": {"splits": 2 * splits}, "splits x 3/2": {"splits": 3 * splits // 2},
-            "block 128": {"block": 128, "splits": splits},
+            "splits x 2": {"splits": 2 * plan.splits}, "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
         }  # fmt: skip
         runs = {name: partial(module.decode, q, k, v, *CALL, 2**-10, **how) for name, how in settings.items()}
         runs["tolerance 0"] = partial(module.decode, q, k, v, *CALL, 0.0)
         if old is not None:
-            runs["old"] = partial(load_version(old).decode, q, k, v, *CALL, 2**-10)
-        expected, _ = dense_decode(q, k, v)
-        off = {name: error(run()[0, : heads // kv_heads, 0], expected) for name, run in runs.items()}
-        if "--compile" in words:
-            continue
-        times = {name: [] for name in runs}
-        for _ in range(5):
-            for name, run in runs.items():
-                times[name].append(do_bench_cudagraph(run, rep=10, return_mode="median"))
-        cudnn = cudnn_decode(q, k, v)
-        print(f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}: cuDNN {cudnn * 1e3:.1f} us, {splits} splits")
-        for name, found in times.items():
-            time = statistics.median(found)
-            print(f"    {name}: {time * 1e3:.1f} us {time / cudnn:.2f}x, error {off[name]:.1e}", flush=True)
+            runs["old"] = partial(old.decode, q, k, v, *CALL, 2**-10)
+        title = f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {plan.splits} splits, {plan.warps} warps"
+        in_turns(title, runs, dense_decode(q, k, v)[0], cudnn_decode(q, k, v))
+
+
+def softmax(shapes=((1, 12, 12, 64, 131072), (8, 12, 12, 64, 131072))):
+    """Softmax and cosine softmax, at the shapes of the mixed 124M model: plans, and another commit's version."""
+    import lssar
+    from lssar.ops.fused import decode as plans
+    from lssar.ops.fused import decode_softmax as module
+
+    old = load_version(sys.argv[sys.argv.index("--old") + 1])[1] if "--old" in sys.argv else None
+    for (batch, heads, kv_heads, d, length), name in each_shape([*itertools.product(shapes, SOFTMAX)]):
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        spec = lssar.spec(name)
+        plan = plans.plan_for(q, kv_heads, length, False, tiles=2)
+        settings = {
+            "now": {}, "splits x 2": {"splits": 2 * plan.splits}, "splits x 3/2": {"splits": 3 * plan.splits // 2},
+            "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
+        }  # fmt: skip
+        call = (q, k, v, None, spec.literal, None, None)
+        runs = {name: partial(module.decode, *call, **how) for name, how in settings.items()}
+        if old is not None:
+            runs["old"] = partial(old.decode, *call)
+        first = (x[:1, :1].double() for x in (q, k, v))
+        expected = lssar.attention(*first, spec, causal=False, impl="reference")[0, :, 0]
+        title = f"{name} B {batch} H {heads} d {d} L {length}, {plan.splits} splits, {plan.warps} warps"
+        in_turns(title, runs, expected, cudnn_decode(q, k, v))
+
+
+SOFTMAX = ("cosine_softmax", "softmax")
 
 
 class Spy:
@@ -273,9 +320,9 @@ def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 
                 print(f"    {kernel} {spy.grid}: {c.n_regs} registers, {c.n_spills} spilled, {c.metadata.shared} bytes")
 
 
-COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile, "turns": turns}
+COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile, "turns": turns, "softmax": softmax}
 
 if __name__ == "__main__":
     if sys.argv[1:2] not in [[name] for name in COMMANDS]:
         sys.exit(f"{__doc__}\ncommands: {', '.join(COMMANDS)}")
-    COMMANDS[sys.argv[1]](*sys.argv[2:])
+    COMMANDS[sys.argv[1]]()
