@@ -190,8 +190,7 @@ def test_decode_of_softmax(kernel, tmp_path):
         "split_kernel": {
             "COSINE": False, "LOG_N": False, "SCALE": 0.125, "SMALL": 2.0**-12, "GROUP": 1, "HAS_GAIN": False, "D": 64,
             "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "WIDE": False, "DOT": "tf32", "NORMS": "product",
-            "WHOLE": True,
-            "BLOCK_M": 16, "BLOCK_N": 64, "REPEAT": 16, "STAGES": 3,
+            "WHOLE": True, "BLOCK_R": 1, "BLOCK_N": 64, "STAGES": 3,
         },
         "combine_kernel": {"COSINE": False, "D": 64, "BLOCK_D": 32, "BLOCK_SPLITS": 64},
         "append_kernel": {"ROTATE": True, "D": 64, "BLOCK": 32},

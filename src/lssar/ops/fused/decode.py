@@ -147,7 +147,7 @@ def squares(k):
 
 
 @triton.jit
-def _rsqrt(x):
+def fast_rsqrt(x):
     """Right where x is neither tiny nor huge."""
     if USE_PTX:
         return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -215,7 +215,7 @@ def _score_keys(
             square = tl.where(inside, square, 1.0)
             lowest = tl.minimum(lowest, square)
             highest = tl.maximum(highest, square)
-            x *= _rsqrt(square)
+            x *= fast_rsqrt(square)
         tl.store(x_rows + (keys * R)[:, None], _stored_cosine(x, x_ptr.dtype.element_ty), mask=inside)
         x = tl.where(keys[:, None] < n[None, :], x * row_scale[None, :], HIDDEN)
         total += x + tl.abs(x) + 2.0 * log2_1p(ex2_neg_abs(x), PRECISE)
