@@ -158,11 +158,14 @@ def fast_rsqrt(x):
 @triton.jit
 def _stored_cosine(x, dtype: tl.constexpr):
     """Cosines as 16-bit integers, which are finer than half floats of scores, or as they are."""
-    if dtype == tl.int16:
-        code = tl.minimum(tl.maximum(x * COSINE_CODES, -32767.0), 32767.0)
-        return ((code + 32768.5).to(tl.int32) - 32768).to(tl.int16)
-    else:
+    if dtype != tl.int16:
         return x
+    elif USE_PTX:  # rounds and saturates
+        codes = x * COSINE_CODES
+        return tl.inline_asm_elementwise("cvt.rni.s16.f32 $0, $1;", "=h,f", [codes], tl.int16, True, 1)
+    else:
+        codes = tl.minimum(tl.maximum(x * COSINE_CODES, -32767.0), 32767.0)
+        return tl.floor(codes + 0.5).to(tl.int16)
 
 
 @triton.jit
@@ -378,9 +381,10 @@ def value_kernel(
                 fetch_lines(v_first + lines, needed, D, BLOCK_D)
             slot = lo + count + tl.cumsum(needed.to(tl.int32), 0) - 1
             tl.store(list_ptr + slot, candidates, mask=needed)
+            ready = count // BLOCK_N * BLOCK_N  # full tiles of what was requested before
             count += tl.sum(needed.to(tl.int32), 0)
             tl.debug_barrier()  # what one thread listed, others read
-            last = lo + (count if first + BLOCK_X >= stop else count // BLOCK_N * BLOCK_N)  # full tiles until the end
+            last = lo + (count if first + BLOCK_X >= stop else ready)
         else:
             last = stop
         slots = done + tl.arange(0, BLOCK_N)
