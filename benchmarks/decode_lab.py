@@ -252,6 +252,7 @@ def turns():
             runs["old"] = partial(old.decode, q, k, v, *CALL, 2**-10)
         title = f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {plan.splits} splits, {plan.warps} warps"
         in_turns(title, runs, dense_decode(q, k, v)[0], cudnn_decode(q, k, v))
+        profile_once(runs["not ahead"])
 
 
 def softmax(shapes=((1, 12, 12, 64, 131072), (8, 12, 12, 64, 131072))):

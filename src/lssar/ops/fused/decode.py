@@ -242,17 +242,18 @@ def score_kernel(
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
     lo = split * split_length
-    if FETCH and PAGE == 0 and not HAS_LENGTHS:  # the first keys are on their way while the previous kernel ends
+    length = Lk
+    if HAS_LENGTHS:  # which the previous kernel may have written
+        wait_for_last(AHEAD)
+        length = tl.load(lengths_ptr + b)
+    stop = tl.minimum(lo + split_length, length)
+    if FETCH and PAGE == 0:  # the first keys, before anything is waited for that is not needed to find them
         keys = lo + tl.arange(0, 2 * BLOCK_N)
         at = key_offsets(keys, Lk, b, k_stride_b, k_stride_l, table_ptr, table_stride, PAGE, WIDE)
-        fetch_lines(
-            cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, tl.zeros([1], tl.int32), PAGE) + at,
-            keys < tl.minimum(lo + split_length, Lk),
-            D,
-            BLOCK_D,
-        )
-    wait_for_last(AHEAD)
-    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
+        k_first = cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, tl.zeros([1], tl.int32), PAGE)
+        fetch_lines(k_first + at, keys < stop, D, BLOCK_D)
+    if not HAS_LENGTHS:
+        wait_for_last(AHEAD)
     columns = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_R)
     row_inside = rows < GROUP * Lq
@@ -267,7 +268,6 @@ def score_kernel(
     q = q.to(q_raw.dtype)
     n = _visible(rows, length, Lq)  # [R]
     row_scale = _row_scales(gain_ptr, h_kv, rows, n, GROUP, Lq, LOG_D, HAS_GAIN)
-    stop = tl.minimum(lo + split_length, length)
     x_ptr += head.to(tl.int64) * x_stride * BLOCK_R
     total, largest, extreme = _score_keys(
         q, q_scale, row_scale, tl.minimum(n, stop), rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
