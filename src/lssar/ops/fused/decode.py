@@ -429,14 +429,17 @@ def combine_kernel(
     GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight."""
-    let_next_begin(AHEAD)
+    """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight.
+
+    The next kernel may begin when value_kernel has ended: before, its programs would wait beside those of value_kernel.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     b, h = head // Hkv, head % Hkv * GROUP + row // Lq
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
     wait_for_last(AHEAD)
+    let_next_begin(AHEAD)
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
