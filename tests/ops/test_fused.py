@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from tests.helpers import eager, eager_runs, seeded, with_gradients
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from lssar.ops.fused import decode  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -314,6 +318,35 @@ def test_decode_tolerance_bounds_the_error():
     for tolerance in (2.0**-10, 0.5):
         off = (fused_decode(q, k, v, p=15, tolerance=tolerance) - exact).abs().max()
         assert off <= tolerance * v.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)], ids=["fp16", "bf16"])
+def test_decode_of_half_types_keeps_cosines_finely(dtype, bound):
+    """Gains of either sign raise scores, and with them what a rounded cosine costs; a loose selection costs nothing."""
+    q, k, v, _ = tensors(Hq=4, Hkv=2, Lq=1, Lk=2000, D=64, dtype=dtype)
+    gain = torch.tensor([4.0, -3.0, 1.0, 0.5], device=DEVICE)
+    k[:, :, ::7] += 2 * q[:, ::2]
+    exact = fused_decode(*(x.float() for x in (q, k, v)), p=15, gain=gain, tolerance=0.0)
+    for tolerance in (0.0, 2.0**-10):
+        o = fused_decode(q, k, v, p=15, gain=gain, tolerance=tolerance)
+        assert (o.float() - exact).norm() < bound * exact.norm(), tolerance
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_decode_with_offsets_of_64_bits(page, monkeypatch):
+    q, k, v, _ = tensors(Hq=4, Hkv=2, Lq=1, Lk=90, D=20)
+    table, cache = None, (k, v)
+    if page:
+        table = torch.randperm(6 * k.shape[0], device=DEVICE).view(-1, 6).int()
+        cache = paged(k, table, page), paged(v, table, page)
+    lengths = torch.full((k.shape[0],), 90, device=DEVICE)
+    call = partial(fused_decode, q, *cache, p=15, lengths=lengths, block_table=table)
+    expected = call()
+    found = []
+    cache_of = decode.cache_of
+    monkeypatch.setattr(decode, "cache_of", lambda *a: found.append(cache_of(*a)) or replace(found[-1], wide=True))
+    assert torch.equal(call(), expected)
+    assert [x.wide for x in found] == [False]
 
 
 def test_decode_of_unit_keys():

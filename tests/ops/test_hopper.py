@@ -189,8 +189,8 @@ def test_decode_of_softmax(kernel, tmp_path):
     constants = {
         "split_kernel": {
             "COSINE": False, "LOG_N": False, "SCALE": 0.125, "SMALL": 2.0**-12, "GROUP": 1, "HAS_GAIN": False, "D": 64,
-            "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "DOT": "tf32", "NORMS": "product", "WHOLE": True,
-            "BLOCK_M": 16, "BLOCK_N": 64, "REPEAT": 16, "STAGES": 3,
+            "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "WIDE": False, "DOT": "tf32", "NORMS": "product",
+            "WHOLE": True, "BLOCK_R": 1, "BLOCK_N": 64, "STAGES": 3,
         },
         "combine_kernel": {"COSINE": False, "D": 64, "BLOCK_D": 32, "BLOCK_SPLITS": 64},
         "append_kernel": {"ROTATE": True, "D": 64, "BLOCK": 32},
@@ -199,6 +199,31 @@ def test_decode_of_softmax(kernel, tmp_path):
     types = {**fp32, "lengths_ptr": "*i32", "table_ptr": "*i32", "at_ptr": "*i64"}
     made = compile_kernel("lssar.ops.fused.decode_softmax", kernel, constants, tmp_path, **types)
     assert made["loads"][0] == 0 and made["loads"][1] > 0
+
+
+DECODE = {"GROUP": 4, "Lq": 1, "D": 128, "BLOCK_R": 4, "AHEAD": True, "warps": 4}
+DECODE_KEYS = {
+    "LOG_D": math.log(128), "BLOCK_D": 128, "HAS_LENGTHS": False, "PAGE": 0, "WIDE": False, "LOG_DEGREE": 5,
+    "DOT": "tf32", "HAS_GAIN": False, "BLOCK_N": 64, "STAGES": 3, "FETCH": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        ("score_kernel", DECODE_KEYS | {"NORMS": "product"}),
+        ("value_kernel", DECODE_KEYS | {"P": 15, "REWEIGHT": True, "BLOCK_X": 512, "BLOCK_SPLITS": 64}),
+        ("combine_kernel", {"BLOCK_D": 32, "BLOCK_SPLITS": 64}),
+    ],
+)
+def test_decode(kernel, constants, tmp_path):
+    """Nothing is read before the previous kernel has ended, and the keys of four programs fit a multiprocessor."""
+    fp32 = dict.fromkeys(("sum_ptr", "max_ptr", "o_part_ptr", "z_part_ptr", "z_ptr"), "*fp32")
+    types = {**fp32, "tolerance": "fp32", "x_ptr": "*i16", "list_ptr": "*i32", "lengths_ptr": "*i32"}
+    types["o_ptr"] = "*fp32" if kernel == "value_kernel" else "*bf16"
+    made = compile_kernel("lssar.ops.fused.decode", kernel, DECODE | constants, tmp_path, **types)
+    assert made["loads"][0] == 0 and made["loads"][1] > 0
+    assert 4 * (made["shared"] + 1024) <= MULTIPROCESSOR
 
 
 @pytest.mark.slow
