@@ -6,9 +6,10 @@
     PYTHONPATH=src python benchmarks/fused_lab.py parts 64x256x1024
     PYTHONPATH=src python benchmarks/fused_lab.py schedule
     PYTHONPATH=src python benchmarks/fused_lab.py turns 128x16x8192 1 2 4 16
+    PYTHONPATH=src python benchmarks/fused_lab.py joint 128x16x8192
 
-A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked
-against a float64 reference before it is timed; a wrong one prints its error and no time.
+A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma[,deferred]]]]. Every tile
+is checked against a float64 reference before it is timed; a wrong one prints its error and no time.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def errors(d, length=700, heads=2, p=15.0, dtype=torch.bfloat16):
 def parse_tile(text):
     from lssar.ops.fused.tiles import Tile
 
-    values = [int(x) for x in text.split(",")] + [0, 0, 0, 0]
-    m, n, warps, stages, n1, stages1, registers, tma = values[:8]
-    return Tile(m, n, warps, stages, n1, stages1, registers or None, bool(tma))
+    values = [int(x) for x in text.split(",")] + [0, 0, 0, 0, 0]
+    m, n, warps, stages, n1, stages1, registers, tma, deferred = values[:9]
+    return Tile(m, n, warps, stages, n1, stages1, registers or None, bool(tma), deferred=bool(deferred))
 
 
 def choose(kernel, d, text, itemsize=2):
@@ -93,15 +94,17 @@ def _compile(job):
     kernel, d, text = job
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     started = time.time()
-    choose(kernel, d, text)
-    from lssar.ops.fused.op import run_backward, run_forward
+    tiles = choose(kernel, d, text)
+    from lssar.ops.fused import op
     from lssar.ops.fused.tune import OPTIONS
 
-    q, k, v, do = inputs(d, 2, 256)
+    op.JOINT_GRADIENT = kernel == tiles.JOINT
     try:
-        o, rows = run_forward(q, k, v, *OPTIONS)
-        if not kernel.startswith("forward"):
-            run_backward(q, k, v, o, do, rows, *OPTIONS)
+        for heads in (2, 16):  # Triton compiles again for multiples of 16
+            q, k, v, do = inputs(d, heads, 256)
+            o, rows = op.run_forward(q, k, v, *OPTIONS)
+            if not kernel.startswith("forward"):
+                op.run_backward(q, k, v, o, do, rows, *OPTIONS)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:200]}"
@@ -288,6 +291,75 @@ def turns(shape, *at_most):
         print(shape, kernel, *(f"{most}: {sorted(ms)[1]:.3f}" for most, ms in by_most.items()), sep="  ")
 
 
+JOINT_TILES = {
+    64: ("64,128,8,3,0,0,0,1,1", "64,128,8,3,0,0,0,1,0", "64,64,4,3,0,0,0,1,1", "64,64,4,2,0,0,0,1,0"),
+    128: ("64,128,8,3,0,0,0,1,0", "64,128,8,3,0,0,0,1,1", "64,128,8,2,0,0,0,1,0", "64,64,4,3,0,0,0,1,0"),
+}
+JOINT_SHAPES = (
+    "64x256x1024", "64x128x2048", "128x128x2048", "64x16x8192", "128x16x8192", "64x64x16384", "128x32x16384",
+)  # fmt: skip
+
+
+def joint(shapes=JOINT_SHAPES):
+    """One kernel for dq, dk and dv, by tile, beside two; with the zeros before it and the kernel that finishes dq."""
+    from lssar.ops.fused import op, tiles
+    from lssar.ops.fused.tune import record
+
+    sizes = sorted({int(shape.split("x")[0]) for shape in shapes})
+    kernels = [(tiles.JOINT, d, text) for d in sizes for text in JOINT_TILES[d]]
+    precompile([*kernels, *(("query_gradient_hopper", d, "") for d in sizes)])
+    good = {d: [] for d in sizes}
+    for d in sizes:
+        for text in ("", *JOINT_TILES[d]):
+            op.JOINT_GRADIENT = bool(text)
+            choose(tiles.JOINT, d, text)
+            for length in (700, 1500):
+                poison = [torch.full((2, length, d), torch.nan, device="cuda") for _ in range(24)]
+                del poison  # the allocator hands these blocks out again
+                try:
+                    mine, _ = errors(d, length)
+                except Exception as problem:
+                    print(f"d {d} {text}: {type(problem).__name__} {str(problem)[:300]}")
+                    break
+                wrong = "" if max(mine) < 0.03 else "  WRONG"
+                print(f"d {d} {text or 'two kernels':24s} length {length}: o, dq, dk, dv off by", end=" ")
+                print(*(f"{x:.2e}" for x in mine), wrong, flush=True)
+                if wrong:
+                    break
+            else:
+                good[d] += [text] if text else []
+    start_kernel = op.start_kernel
+    for shape in shapes:
+        d, heads, length = (int(x) for x in shape.split("x"))
+        q, k, v, do = inputs(d, heads, length)
+        op.JOINT_GRADIENT = False
+        choose(tiles.JOINT, d, "")
+        dq, dkv = (bench(run) for name, run in record(q, k, v, do).items() if not name.startswith("forward"))
+        print(f"{shape}: dq {dq:.3f} + dk, dv {dkv:.3f} = {dq + dkv:.3f}", flush=True)
+        op.JOINT_GRADIENT, finish = True, []
+
+        def keep(kernel, *call, finish=finish):
+            if kernel is op.finish_query_gradient_kernel:
+                finish.append(partial(start_kernel, kernel, *call))
+            start_kernel(kernel, *call)
+
+        op.start_kernel = keep
+        sums = torch.empty(heads * length * d, device="cuda")
+        zeros = bench(sums.zero_)
+        del sums
+        for text in good[d]:
+            choose(tiles.JOINT, d, text)
+            alone = bench(record(q, k, v, do)[tiles.JOINT])
+            last = bench(finish[-1])
+            finish.clear()
+            total = zeros + alone + last
+            print(
+                f"  {text:24s} {alone:.3f} + zeros {zeros:.3f} + finish {last:.3f} = {total:.3f}, "
+                f"{(dq + dkv) / total:.2f} times as fast", flush=True,
+            )  # fmt: skip
+        op.start_kernel = start_kernel
+
+
 def host():
     """Host microseconds of a tiny call with Triton's launcher and with the launch cache, alternating."""
     from lssar.ops.fused import fused_attention, fused_decode, launch
@@ -341,6 +413,7 @@ def sweeps(words):
 COMMANDS = {
     "check": check,
     "host": host,
+    "joint": lambda *shapes: joint(shapes or JOINT_SHAPES),
     "parts": lambda *shapes: parts(shapes or SHAPES),
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
     "schedule": schedule,

@@ -1,7 +1,7 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
-`python -m tests.ops.launch_hopper_without_card HEAD_SIZE`: kernels are compiled for sm_90, and each launch is compared
-with the signature of its kernel.
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [joint]`: kernels are compiled for sm_90, and each launch is
+compared with the signature of its kernel.
 """
 
 from __future__ import annotations
@@ -61,4 +61,5 @@ def main(D: int) -> None:
 
 
 if __name__ == "__main__":
+    op.JOINT_GRADIENT = "joint" in sys.argv
     main(int(sys.argv[1]))

@@ -7,6 +7,7 @@ from tests.helpers import outside_the_interpreter
 pytest.importorskip("triton")
 
 KERNELS = ("query_gradient_kernel", "key_gradient_kernel", "forward_kernel")
+JOINT_KERNELS = ("joint_gradient_kernel", "finish_query_gradient_kernel")
 
 
 def test_the_same_kernels_with_the_same_arguments(tmp_path):
@@ -27,3 +28,13 @@ def test_launches_on_hopper_fit_the_kernels(tmp_path):
     counts = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in KERNELS}
     repair = {"key_gradient_kernel": [3, 0, 3, 0, 0, 0]}  # which has none
     assert counts == {"query_gradient_kernel": [4, 4, 0], "forward_kernel": [0] * 3} | repair
+
+
+@pytest.mark.slow
+def test_launches_of_the_joint_gradient_fit_the_kernels(tmp_path):
+    words = "tests.ops.launch_hopper_without_card", "64", "joint"
+    made = outside_the_interpreter(*words, cache=tmp_path)["launched"]
+    assert len(made) == 3 * 7  # and the kernel that finishes dq
+    assert not any(one["wrong"] or one["missing"] for one in made), made
+    found = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in JOINT_KERNELS}
+    assert found == {"joint_gradient_kernel": [3, 3, 0], "finish_query_gradient_kernel": [0] * 3}

@@ -17,9 +17,10 @@ from lssar.ops.fused import backward as triton_backward
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
+from lssar.ops.fused.joint import finish_query_gradient_kernel
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
-from lssar.ops.fused.tiles import REPAIR, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import JOINT, REPAIR, ceil_div, launch, power_of_two, tma_aligned
 
 ROW_ALIGNMENT = 128
 REPAIR_PROGRAMS = 128
@@ -28,6 +29,11 @@ LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors do not need the exponents of bfloat16: float16 copies round the scores eight times more finely."""
 LARGEST_CONSTANT_POWER = 1024
+JOINT_GRADIENT = False
+"""Whether one kernel computes dq, dk and dv on Hopper, from values of rows that are known before. It adds to dq in no
+fixed order, so calls with deterministic algorithms, and those with a gain, take the two kernels."""
+FINISHED_ROWS = 32
+"""Rows of a program of finish_query_gradient_kernel."""
 
 
 def power_value(p: float | None, p_tensor: Tensor | None) -> float | None:
@@ -222,10 +228,16 @@ def run_backward(
         call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, constants, q, unit_q, unit_k, v, o, do,
         sizes, rows,
     )  # fmt: skip
-    dk, dv = _key_gradient(
-        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
-        broken,
-    )  # fmt: skip
+    if hopper and JOINT_GRADIENT and gain is None and not torch.are_deterministic_algorithms_enabled():
+        passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)[..., : call.Lq] = torch.where(
+            dq[..., 0].isnan(), torch.nan, 0.0
+        )
+        dq, dk, dv = _joint_gradient(call, hopper, aligned, constants, q, k, unit_k, v, do, passed, broken)
+    else:
+        dk, dv = _key_gradient(
+            call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
+            broken,
+        )  # fmt: skip
     dgain = _zero_gain(q, gain)
     if gain is not None:
         by_head = passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)
@@ -258,11 +270,33 @@ def _query_gradient(
     return dq, _QueryPass(queries, row_values, tile.m)
 
 
+def _joint_gradient(
+    call: _Call, hopper: ModuleType, aligned: bool, constants: dict[str, Any], q: Tensor, k: Tensor, unit_k: Tensor,
+    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv; the GAIN_PLANE of passed.rows is NaN for rows whose dq is. broken: as in _key_gradient."""
+    dq = torch.empty_like(q)
+    sums = q.new_zeros((call.B, call.Hq, call.row_stride, call.D), dtype=torch.float32)
+    dk, dv = _key_gradient(
+        call, hopper.joint_gradient_kernel, JOINT, aligned, constants, k, unit_k, v, do, passed,
+        broken, sums,
+    )  # fmt: skip
+    arguments = (
+        sums, q, dq, passed.rows[GAIN_PLANE.value], *q.stride()[:3], *dq.stride()[:3], call.row_stride, call.Hq, call.Lq
+    )  # fmt: skip
+    programs = ceil_div(call.Lq, FINISHED_ROWS) * call.B * call.Hq
+    start_kernel(
+        finish_query_gradient_kernel, programs, arguments,
+        {"D": call.D, "BLOCK_D": call.shape["BLOCK_D"], "BLOCK_M": FINISHED_ROWS, "num_warps": 4},
+    )  # fmt: skip
+    return dq, dk, dv
+
+
 def _key_gradient(
     call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], k: Tensor, unit_k: Tensor,
-    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
+    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor, dq_sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice."""
+    """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice. dq_sums: of the joint kernel."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     arguments = (
         passed.queries, unit_k, v, do, k, dk, dv, passed.rows,
@@ -282,7 +316,9 @@ def _key_gradient(
         if not gluon:
             kind = {"REPAIR": False, "SHORT": False}
         n = programs(tile)
-        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
+        sums = () if dq_sums is None else (dq_sums,)
+        kind |= {"STEEP": steep}
+        start_kernel(kernel, n, (broken, n, *arguments, *sums, *tiles), constants | kind | tile_constants)
 
     def repair(tile, tile_constants):
         # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep

@@ -131,11 +131,11 @@ def short_root(z, slope, intercept):
 
 
 @triton.jit
-def short_key_weights(z, slope, intercept, P):
-    """gradients.key_weights by short_root."""
+def short_key_weights(z, slope, intercept, P, half):
+    """gradients.key_weights by short_root; sigma is times 2 half."""
     w, th = short_root(z, slope, intercept)
     y = power(w, P - 1)
-    return y * w, y, th * 0.5 + 0.5
+    return y * w, y, th * half + half
 
 
 @triton.jit

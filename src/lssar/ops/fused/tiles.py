@@ -45,6 +45,7 @@ class Tile:
     registers: int | None = None  # limit per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
     warps_without_tma: int | None = None  # where they do not: addresses need registers, which more warps provide
+    deferred: bool = False  # of the joint gradient: products run during the arithmetic of the next step
 
     def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
         tma = self.tma and aligned
@@ -53,6 +54,8 @@ class Tile:
         values |= {"TMA": tma, "CACHE": cached_elements(itemsize)}
         if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
+        if kernel == JOINT:
+            values["DEFERRED"] = self.deferred
         if self.registers is not None and USE_PTX:
             values["maxnreg"] = self.registers
         return values
@@ -76,6 +79,8 @@ class Tile:
 
 
 Key = tuple[str, int, int]  # kernel, padded head size, bytes of an element
+JOINT = "key_gradient_joint_hopper"
+"""The kernel for dq, dk and dv."""
 
 HOPPER: dict[Key, Tile] = {
     ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3, registers=128, tma=True),
@@ -94,6 +99,8 @@ HOPPER: dict[Key, Tile] = {
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
+    (JOINT, 64, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
+    (JOINT, 128, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
     # chosen from compiler output, not measured: the largest that keep their sums in registers
     ("activation_forward", 64, 2): Tile(128, 64, 8, 3),
     ("activation_forward", 128, 2): Tile(128, 64, 8, 2),
