@@ -47,25 +47,24 @@ GAIN_PLANE = tl.constexpr(7)
 
 
 @triton.jit
-def _rest(inverse_norm, SMALL: tl.constexpr):
+def rest_of_norm(inverse_norm, SMALL: tl.constexpr):
     """inverse_norm / scale_near_one(inverse_norm, SMALL), which is what unit vectors still lack."""
     bits = (inverse_norm.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000
     return bits.to(tl.float32, bitcast=True) * (1.0 / SMALL)
 
 
 @triton.jit
-def _to_raw(grad, x, inverse_norm, factor):
-    """Gradient of x [M, D] (float32) from that of its unit vector, times factor [M], and the latter's part along x."""
-    unit = x * inverse_norm[:, None]
+def across(grad, unit, factor):
+    """The part of grad [M, D] across unit vectors, times factor [M]; and its part along them, [M]."""
     along = tl.sum(grad * unit, 1)
-    return (grad - unit * along[:, None]) * (inverse_norm * factor)[:, None], along
+    return (grad - unit * along[:, None]) * factor[:, None], along
 
 
 @triton.jit
 def _hide_both(x, y, keys, row_start, row_stop, masked):
-    """x and y with 0 where the row does not see the key."""
+    """x and y with 0 where the row does not see the key; what says so is broadcast."""
     if masked:
-        seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
+        seen = (keys >= row_start) & (keys < row_stop)
         x, y = tl.where(seen, x, 0.0), tl.where(seen, y, 0.0)
     return x, y
 
@@ -227,7 +226,7 @@ def _query_sums(
             g = dp - delta[:, None]
             if KIND == REWEIGHTED:
                 g *= weight_power(root, p, P, 1)
-            g, sigma = _hide_both(g, sigma, keys, row_start, row_stop, masked)
+            g, sigma = _hide_both(g, sigma, keys, row_start[:, None], row_stop[:, None], masked)
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
                 g_sum += lane_sum(g, M, N)
@@ -292,7 +291,7 @@ def _query_block(
         down = scale_near_one(inverse_norm, SMALL)
         q = q_raw.to(tl.float32) * down[:, None]
         raw_factor = tl.minimum(tl.maximum(factor * LOG2E * inverse_norm, -FAR), FAR)  # for products with q as it is
-        row_factor = factor * LOG2E * _rest(inverse_norm, SMALL)
+        row_factor = factor * LOG2E * rest_of_norm(inverse_norm, SMALL)
         up = down
     else:
         q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
@@ -332,7 +331,7 @@ def _query_block(
             tl.store(to_keys_ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
-        grad, along = _to_raw(grad, q_raw, inverse_norm, factor)
+        grad, along = across(grad, q_raw * inverse_norm[:, None], inverse_norm * factor)
         if GAIN:
             along *= score_factor(n, 1.0, SCALE, LOG_N, PRECISE)
             tl.store(to_keys_ptr + GAIN_PLANE * row_plane, along, mask=inside)
@@ -378,43 +377,53 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def _key_terms(
-    x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked, steep,
+def _values_of_rows(
+    at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr
+):  # fmt: skip
+    """Six numbers a row that key_terms takes, [M, 1]; those that it does not need repeat others."""
+    first = tl.load(at, mask=inside, other=FAR if KIND == EXP else 0.0)[:, None]
+    second = tl.load(at + row_plane, mask=inside, other=FAR if KIND == EXP and not COSINE else 0.0)[:, None]
+    delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+    intercept, mean, inverse = delta, delta, delta
+    if KIND == REWEIGHTED:
+        intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
+        mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
+        if LOG_DEGREE == 0:
+            inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
+    return first, second, delta, intercept, mean, inverse
+
+
+@triton.jit
+def key_terms(
+    x, dp, key_scale, key_down, key_up, factor, first, second, delta, intercept, mean, inverse, p,
+    keys, row_start, row_stop, masked, steep,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
+    """Weights and gradients of scores of a tile; with cosine the latter times what makes products scores. first to
+    inverse: as the dq kernel stores them (in _store_three or _store_line). All arguments are broadcast."""
     if KIND == EXP:
-        first = tl.load(at, mask=inside, other=FAR)[:, None]
-        second = tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR)[:, None]
-        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
         if COSINE:
-            weight = ex2(x * second * key_scale[None, :] - first)
+            weight = ex2(x * second * key_scale - first)
             ds = weight * (dp * second - delta)
-            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
         else:
-            weight = ex2(tl.minimum((x - first * key_down) * (factor[:, None] * key_up) - second, 0.0))
+            weight = ex2(tl.minimum((x - first * key_down) * (factor * key_up) - second, 0.0))
             ds = weight * (dp - delta)
-            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+        weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
     else:
-        slope = tl.load(at, mask=inside, other=0.0)[:, None]
-        to_score = tl.load(at + row_plane, mask=inside, other=0.0)[:, None]
-        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+        slope, to_score = first, second
         scale = 2.0 * slope
         if KIND == REWEIGHTED:
-            intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
-            mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
             line_factor = to_score
             if STEEP:
                 short_slope, short_intercept = short_line(slope, intercept)
                 slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
                 line_factor = tl.where(steep, to_score * TANH_SCALE, to_score)
-            x = x * line_factor * key_scale[None, :]
+            x = x * line_factor * key_scale
             root, sigma = _root_and_twice_sigma(x, 0.5 * to_score, slope, intercept, steep, LOG_DEGREE, STEEP)
             y = weight_power(root, p, P, 1)
             weight = y * root
             scale *= p
             if LOG_DEGREE == 0:
-                inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
                 weight *= inverse
                 scale *= inverse
             if LOG_DEGREE == 0:
@@ -422,7 +431,7 @@ def _key_terms(
             else:
                 ds = (dp * scale - delta * scale) * y - mean
         else:
-            x = x * to_score * key_scale[None, :]
+            x = x * to_score * key_scale
             two_a = softplus2(x, LOG_DEGREE)
             sigma = sigmoid2(x, two_a, LOG_DEGREE) * to_score
             weight = two_a * slope
@@ -433,22 +442,22 @@ def _key_terms(
 
 
 @triton.jit
-def _keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL: tl.constexpr):
+def keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL: tl.constexpr):
     """k [N, D] times powers of two that bring it near one; with cosine 1 / |k| and what the unit vectors still lack,
     both [N], else the power and its inverse."""
     if COSINE:
         inverse_norm = tl.load(key_scale_ptr + keys, mask=keys < key_stop, other=0.0)
         down = scale_near_one(inverse_norm, SMALL)
-        return (k.to(tl.float32) * down[:, None]).to(k.dtype), inverse_norm, _rest(inverse_norm, SMALL), 1.0, 1.0
+        return (k.to(tl.float32) * down[:, None]).to(k.dtype), inverse_norm, rest_of_norm(inverse_norm, SMALL), 1.0, 1.0
     else:
         near, down, up = near_one(k.to(tl.float32), SMALL, True)
-        nothing = tl.zeros([keys.shape[0]], tl.float32)
+        nothing = keys.to(tl.float32) * 0.0
         return near.to(k.dtype), nothing, nothing, down, up
 
 
 @triton.jit
 def _key_block(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
@@ -464,7 +473,6 @@ def _key_block(
     AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see _query_block) contribute
     nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
     """
-    block, h_kv, b = _program(AGAIN)
     first_key = block * BLOCK_N
     h_kv, b = h_kv.to(tl.int64), b.to(tl.int64)
     k_ptr += b * k_stride_b + h_kv * k_stride_h
@@ -481,7 +489,7 @@ def _key_block(
     )  # fmt: skip
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
     k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
-    k, inverse_norm, key_scale, key_down, key_up = _keys_near_one(
+    k, inverse_norm, key_scale, key_down, key_up = keys_near_one(
         k_raw, key_scale_ptr + (b * Hkv + h_kv) * Lk, first_key + offsets, key_stop, COSINE, SMALL
     )
     TURNED: tl.constexpr = BLOCK_N < 64  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
@@ -510,23 +518,26 @@ def _key_block(
                 factor = score_factor((row_stop - row_start).to(tl.float32), LOG2E, SCALE, LOG_N, LOG_DEGREE == 0)
             masked = (start < full_lo) | (start + BLOCK_M > full_hi)
             if AGAIN:
-                delta = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
-                row_stop = tl.where(not_finite(delta), row_start, row_stop)
+                of_row = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
+                row_stop = tl.where(not_finite(of_row), row_start, row_stop)
                 masked = True
             steep = False
             if STEEP_ROWS > 0:
                 steep = True
                 for row in tl.static_range(0, BLOCK_M, min(BLOCK_M, STEEP_ROWS)):
                     steep &= tl.load(rows_head + STEEP_PLANE * row_plane + start + row, start + row < Lq, 1.0) > 0
-            weight, ds = _key_terms(
-                x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
-                keys, row_start, row_stop, masked, steep, KIND, P, COSINE, LOG_DEGREE,
-                STEEP_ROWS > 0,
+            first, second, delta, intercept, mean, inverse = _values_of_rows(
+                rows_head + rows, row_plane, rows < Lq, KIND, COSINE, LOG_DEGREE
+            )
+            weight, ds = key_terms(
+                x, dp, key_scale[None, :], key_down, key_up, factor[:, None], first, second, delta, intercept, mean,
+                inverse, p, keys, row_start[:, None], row_stop[:, None], masked, steep,
+                KIND, P, COSINE, LOG_DEGREE, STEEP_ROWS > 0,
             )  # fmt: skip
             if LOG_N and not COSINE:
                 ds *= factor[:, None]
             if AGAIN:
-                weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+                weight, ds = _hide_both(weight, ds, keys, row_start[:, None], row_stop[:, None], masked)
             operand = q.to(tl.float32) if WIDE else q
             weight, ds = weight.to(do.dtype), ds.to(operand.dtype)
             if TURNED:
@@ -541,7 +552,8 @@ def _key_block(
         k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True, True)
         if AGAIN:
             k_raw = _finite_entries(k_raw)
-        dk, along = _to_raw(dk, k_raw.to(tl.float32), inverse_norm, LN2 if KIND == EXP else 1.0)  # scores in base 2
+        unit = k_raw.to(tl.float32) * inverse_norm[:, None]
+        dk, along = across(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
     else:
         dk *= LN2 if LOG_N else SCALE
     _store_gradient(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
@@ -569,8 +581,9 @@ def key_gradient_kernel(
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
+            block, h_kv, b = _program(AGAIN)
             broken = _key_block(
-                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+                block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
                 q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b, v_stride_h,
                 V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
                 dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
@@ -578,3 +591,34 @@ def key_gradient_kernel(
                 LOG_DEGREE, DOT, WIDE, 0 if AGAIN else STEEP_ROWS, 16 if AGAIN else BLOCK_M, BLOCK_N,
                 1 if AGAIN else STAGES, TMA and not AGAIN, AGAIN,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "group", "blocks"])
+def key_gradient_repair_kernel(
+    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
+    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
+):  # fmt: skip
+    """Computes again those of BLOCKS blocks of keys of a head that broken_ptr (B, Hkv, blocks) says are not finite."""
+    first, h_kv, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
+    broken_ptr += (b * Hkv + h_kv) * blocks
+    some = first + tl.arange(0, BLOCKS)
+    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
+        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
+            if tl.load(broken_ptr + block) > 0:
+                _key_block(
+                    block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
+                    row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                    v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP,
+                    dv_stride_b, dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                    doc_stop_ptr,
+                    KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                    LOG_DEGREE, DOT, WIDE, 0, 16, BLOCK_N, 1, False, True,
+                )  # fmt: skip

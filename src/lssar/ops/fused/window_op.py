@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, steep_rows, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
 KEY_BLOCK = 64
 LARGEST_CHAIN = 1024
 """Whole powers up to this are made by multiplications."""
+HOPPER_KEY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
+"""Kinds (of tiles.WINDOW_KINDS) and head sizes whose dk and dv the Gluon kernel computes, where it can."""
+REPAIRED_BLOCKS = 64
+"""Blocks of keys that a program of the repair looks at."""
 LARGEST_SPREAD = 100.0
 """Exponents that weights of cosine softmax may differ by if rows are shifted by their bound (see FIXED)."""
 
@@ -73,8 +80,8 @@ class _Call:
             self.constants["KIND"] == kernels.EXP.value and self.constants["COSINE"] and gain is None
             and q.dtype != torch.float16 and spread < LARGEST_SPREAD
         )  # fmt: skip
-        kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
-        self.tiles = kind if longest <= LONG_WINDOW else f"{kind}_long"
+        self.kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
+        self.tiles = self.kind if longest <= LONG_WINDOW else f"{self.kind}_long"
 
     def key_scale(self, k: Tensor) -> Tensor:
         """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
@@ -89,6 +96,24 @@ class _Call:
         grid = (ceil_div(self.Lk, KEY_BLOCK), self.Hkv, self.B)
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
+
+    def in_gluon(
+        self, steep_block: int, q: Tensor, v: Tensor, do: Tensor
+    ) -> tuple[ModuleType, Tile, tuple[Any, ...]] | None:  # fmt: skip
+        """The Gluon kernels, the tile and the descriptors for dk and dv, or None if Triton's kernel has to do it."""
+        c = self.constants
+        known = (self.kind, self.D) in HOPPER_KEY_GRADIENT and not self.wide and (c["COSINE"] or not c["LOG_N"])
+        if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(q, v, do):
+            return None
+        hopper = op.hopper_kernels(self.D, "backward")
+        if hopper is None:
+            return None
+        tile = tile_for("window_key_gradient_hopper", self.D, self.itemsize)
+        # whole tiles of rows, each within two blocks of the dq kernel at most
+        if self.Lq % tile.m or 0 < 2 * steep_block < tile.m:
+            return None
+        tiles, kind = hopper.tile_arguments(True, (q, tile.m), (v, tile.n), (do, tile.m))
+        return (hopper, tile, tiles) if kind["HOST_TILES"] else None
 
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
@@ -148,19 +173,53 @@ def _backward(
         arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
         **_steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq),
     )  # fmt: skip
-    arguments = (
-        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
-        *call.shapes,
-    )  # fmt: skip
-    call.run(
-        "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if call.steep else 0,
-        **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv),
-    )  # fmt: skip
+    _key_gradient(call, q, k, v, do, dk, dv, to_keys, key_scale, tile.m if call.steep else 0)
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
+
+
+def _key_gradient(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, to_keys: Tensor,
+    key_scale: Tensor, steep_block: int,
+) -> None:  # fmt: skip
+    """Write dk and dv. steep_block: rows of the dq kernel's blocks, each of which says whether it is steep; 0: none."""
+    strides = [x.stride()[:2] for x in (q, k, v, do, dk, dv)]
+    arguments = (
+        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
+        *itertools.chain(*strides), *call.shapes,
+    )  # fmt: skip
+    constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
+    gluon = call.in_gluon(steep_block, q, v, do)
+    if gluon is None:
+        call.run(
+            "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
+            arguments, (q, do), STEEP_ROWS=steep_block, **constants,
+        )  # fmt: skip
+        return
+    hopper, tile, tiles = gluon
+    blocks = ceil_div(call.Lk, tile.n)
+    broken = k.new_empty((call.B, call.Hkv, blocks), dtype=torch.int32)
+    constants |= call.constants | {"BLOCK_N": tile.n}
+    own = {"STEEP": steep_block > 0, "GROUP": call.Hq // call.Hkv, "BLOCK_M": tile.m, "STAGES": tile.stages}
+    start_kernel(
+        hopper.window_key_gradient_kernel, (blocks, call.Hkv, call.B),
+        (
+            broken, k, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), *strides[1], *strides[4], *strides[5],
+            *call.shapes, *tiles,
+        ),
+        {name: constants[name] for name in _GLUON_CONSTANTS} | own | {"num_warps": tile.warps},
+    )  # fmt: skip
+    start_kernel(
+        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hkv, call.B),
+        (broken, blocks, *arguments), constants | {"BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
+
+
+_GLUON_CONSTANTS = (
+    "KIND", "P", "COSINE", "SCALE", "SMALL", "D", "CAUSAL", "PACKED", "LOG_DEGREE", "BLOCK_N", "K_STEP", "DK_STEP",
+    "DV_STEP",
+)  # fmt: skip
 
 
 def _steps(**tensors: Tensor) -> dict[str, int]:
