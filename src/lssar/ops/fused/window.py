@@ -371,7 +371,7 @@ def _weighted_values(
     return o, tl.sum(z, 1), shift, highest
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
+@triton.jit(do_not_specialize=["Lq", "window"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,

@@ -343,7 +343,7 @@ def _query_block(
     return not_finite(tl.sum(along) if COSINE else tl.sum(grad))
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
+@triton.jit(do_not_specialize=["Lq", "window"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
