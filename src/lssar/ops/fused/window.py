@@ -41,10 +41,8 @@ from lssar.ops.fused.primitives import (
     log2_1p,
     not_finite,
     power,
-    read_tile,
     sigmoid2,
     softplus2,
-    tile_source,
     visible_keys,
     weight_root,
 )
@@ -192,12 +190,31 @@ def weight_power(w, p, P: tl.constexpr, LESS: tl.constexpr):
 
 
 @triton.jit
+def head_source(ptr, tiles, b, h, TMA: tl.constexpr):
+    """What read_head takes: one head of a descriptor of tiles [1, 1, N, D] that the host made, or the head's pointer."""
+    if TMA:
+        return tiles, b, h
+    else:
+        return ptr
+
+
+@triton.jit
+def read_head(source, start, stop, stride, offsets, columns, D: tl.constexpr, TMA: tl.constexpr):
+    """[len(offsets), len(columns)] rows start + offsets of a head, zeros outside."""
+    if TMA:
+        tile = source[0].load([source[1], source[2], start, 0])
+        return tl.reshape(tile, [offsets.shape[0], columns.shape[0]])
+    else:
+        return load_tile(source, start, stop, stride, offsets, columns, D, True)
+
+
+@triton.jit
 def key_tile(
     k_source, key_scale_ptr, start, key_stop, stride, offsets, columns,
     D: tl.constexpr, COSINE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Keys [N, D] and, with cosine, 1 / |k| [N]."""
-    k = read_tile(k_source, start, key_stop, stride, offsets, columns, D, TMA)
+    k = read_head(k_source, start, key_stop, stride, offsets, columns, D, TMA)
     scale = tl.zeros([offsets.shape[0]], tl.float32)
     if COSINE:
         scale = tl.load(key_scale_ptr + start + offsets, mask=start + offsets < key_stop, other=0.0)
@@ -345,7 +362,7 @@ def _weighted_values(
     z = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         k, key_scale = key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
-        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
+        v = read_head(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
         keys = (start + offsets)[None, :]
@@ -375,19 +392,21 @@ def _weighted_values(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of rows. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum.
+    """One program a block of rows. k_tiles, v_tiles: with TMA, descriptors. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum.
     STEEP: blocks of steep rows take the short forms."""
     PRECISE: tl.constexpr = LOG_DEGREE == 0
-    first_row, h, b = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    h_kv = (h // GROUP).to(tl.int64)
-    h = h.to(tl.int64)
+    first_row, h, b = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2)
+    h_kv = h // GROUP
+    k_source = head_source(k_ptr + b.to(tl.int64) * k_stride_b + h_kv.to(tl.int64) * k_stride_h, k_tiles, b, h_kv, TMA)
+    v_source = head_source(v_ptr + b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h, v_tiles, b, h_kv, TMA)
+    b, h, h_kv = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     q_ptr += b * q_stride_b + h * q_stride_h
     k_ptr += b * k_stride_b + h_kv * k_stride_h
     v_ptr += b * v_stride_b + h_kv * v_stride_h
@@ -395,8 +414,6 @@ def forward_kernel(
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(

@@ -15,12 +15,10 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     load_tile,
     not_finite,
-    read_tile,
     rows_of_keys,
     saturate,
     sigmoid2,
     softplus2,
-    tile_source,
     visible_keys,
     weight_root,
 )
@@ -29,10 +27,12 @@ from lssar.ops.fused.window import (
     EXP,
     FAR,
     REWEIGHTED,
+    head_source,
     hide_keys,
     key_tile,
     keys_of_rows,
     near_one,
+    read_head,
     scale_near_one,
     score_factor,
     steep_rows,
@@ -201,7 +201,7 @@ def _query_sums(
     g_sum = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         k, key_scale = key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
-        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
+        v = read_head(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
@@ -239,7 +239,7 @@ def _query_block(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -254,20 +254,17 @@ def _query_block(
     """
     PRECISE: tl.constexpr = LOG_DEGREE == 0
     block, h, b = _program(AGAIN)
-    first_row, b = block * BLOCK_M, b.to(tl.int64)
-    h_kv = (h // GROUP).to(tl.int64)
-    h = h.to(tl.int64)
+    first_row, h_kv = block * BLOCK_M, h // GROUP
+    k_source = head_source(k_ptr + b.to(tl.int64) * k_stride_b + h_kv.to(tl.int64) * k_stride_h, k_tiles, b, h_kv, TMA)
+    v_source = head_source(v_ptr + b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h, v_tiles, b, h_kv, TMA)
+    b, h, h_kv = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     q_ptr += b * q_stride_b + h * q_stride_h
-    k_ptr += b * k_stride_b + h_kv * k_stride_h
-    v_ptr += b * v_stride_b + h_kv * v_stride_h
     o_ptr += b * o_stride_b + h * o_stride_h
     do_ptr += b * do_stride_b + h * do_stride_h
     dq_ptr += b * dq_stride_b + h * dq_stride_h
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     rows = first_row + row_offsets
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
@@ -348,7 +345,7 @@ def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -357,7 +354,7 @@ def query_gradient_kernel(
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype.
+    """dq, and what the dk, dv kernel needs of each row. k_tiles, v_tiles: with TMA, descriptors. WIDE: ds and k are multiplied as float32, not in k's dtype.
     STEEP: blocks of steep rows take the short forms, and the dk, dv kernel is told which these are.
 
     Q_STEP and so on: strides of rows and keys. As constants they save the registers that hold addresses."""
@@ -369,7 +366,7 @@ def query_gradient_kernel(
                 row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                 v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
                 dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
-                doc_stop_ptr,
+                doc_stop_ptr, k_tiles, v_tiles,
                 KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                 LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
                 TMA and not AGAIN, AGAIN,
@@ -460,7 +457,7 @@ def _key_block(
     block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_tiles, do_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -474,6 +471,7 @@ def _key_block(
     nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
     """
     first_key = block * BLOCK_N
+    batch, first_head = b, h_kv * group
     h_kv, b = h_kv.to(tl.int64), b.to(tl.int64)
     k_ptr += b * k_stride_b + h_kv * k_stride_h
     v_ptr += b * v_stride_b + h_kv * v_stride_h
@@ -500,12 +498,12 @@ def _key_block(
         q_head = q_ptr + b * q_stride_b + h * q_stride_h
         do_head = do_ptr + b * do_stride_b + h * do_stride_h
         rows_head = to_keys_ptr + (b * Hq + h) * Lq
-        q_source = tile_source(q_head, Lq, q_stride_l, D, BLOCK_M, BLOCK_D, TMA)
-        do_source = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+        q_source = head_source(q_head, q_tiles, batch, first_head + member, TMA)
+        do_source = head_source(do_head, do_tiles, batch, first_head + member, TMA)
         for start in tl.range(row_lo // BLOCK_M * BLOCK_M, row_hi, BLOCK_M, num_stages=STAGES):
             rows = start + row_offsets
-            q = read_tile(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
-            do = read_tile(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            q = read_head(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            do = read_head(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
             if AGAIN:
                 q, do = _finite_entries(q), _finite_entries(do)
             x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
@@ -567,7 +565,7 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_tiles, do_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -576,7 +574,7 @@ def key_gradient_kernel(
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads that share them. STEEP_ROWS: rows of a block of the dq
+    """dk and dv of a block of keys, summed over the query heads that share them. q_tiles, do_tiles: with TMA, descriptors. STEEP_ROWS: rows of a block of the dq
     kernel, each of which says whether its rows are steep; 0: none does."""
     broken = True
     for AGAIN in tl.static_range(2):
@@ -587,6 +585,7 @@ def key_gradient_kernel(
                 q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b, v_stride_h,
                 V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
                 dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+                q_tiles, do_tiles,
                 KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                 LOG_DEGREE, DOT, WIDE, 0 if AGAIN else STEEP_ROWS, 16 if AGAIN else BLOCK_M, BLOCK_N,
                 1 if AGAIN else STAGES, TMA and not AGAIN, AGAIN,
@@ -618,7 +617,7 @@ def key_gradient_repair_kernel(
                     row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                     v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP,
                     dv_stride_b, dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
-                    doc_stop_ptr,
+                    doc_stop_ptr, 0, 0,
                     KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                     LOG_DEGREE, DOT, WIDE, 0, 16, BLOCK_N, 1, False, True,
                 )  # fmt: skip

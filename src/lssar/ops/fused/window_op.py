@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
@@ -122,12 +123,22 @@ class _Call:
         tile that was used."""
         constants = self.constants | more
         aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
+        aligned &= all(s > 0 or n == 1 for x in in_tiles for n, s in zip(x.shape, x.stride()))  # not expanded
 
         def run(tile, tile_constants):
             del tile_constants["CACHE"]
-            start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
+            rows = tile.m if name == "key_gradient" else tile.n
+            block = [1, 1, rows, self.constants["BLOCK_D"]]
+            tiles = [_descriptor(x, block) if tile_constants["TMA"] else 0 for x in in_tiles]
+            start_kernel(kernel, grid(tile), (*arguments, *tiles), constants | tile_constants)
 
         return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    # of an axis of one element any stride will do, but the descriptor has to be able to hold it
+    strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
 
 
 def _forward(
