@@ -436,7 +436,9 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module("triton.experimental"), "gluon", sys.modules[GLUON], raising=False)
     hopper = importlib.import_module(HOPPER)
     monkeypatch.setattr(fused, "hopper", hopper, raising=False)
-    for name in ("memory", "forward", "quarters", "key_gradient", "query_gradient", "window_key_gradient"):
+    for name in (
+        "memory", "forward", "quarters", "key_gradient", "query_gradient", "window_forward", "window_key_gradient",
+    ):  # fmt: skip
         module = sys.modules[f"{HOPPER}.{name}"]
         module.triton_language = tl  # the interpreter looks for it among the globals of a kernel
     sys.modules[f"{HOPPER}.memory"].tl = types.SimpleNamespace(tuple=tuple)

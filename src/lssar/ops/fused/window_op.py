@@ -27,8 +27,12 @@ LARGEST_CHAIN = 1024
 """Whole powers up to this are made by multiplications."""
 HOPPER_KEY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
 """Kinds (of tiles.WINDOW_KINDS) and head sizes whose dk and dv the Gluon kernel computes, where it can."""
+HOPPER_FORWARD: frozenset[tuple[str, int]] = frozenset()
+"""The same for the forward of windows that FORWARD_BLOCK allows."""
+FORWARD_BLOCK = 64
+"""Rows and keys of a tile of the Gluon forward, which takes three tiles of keys."""
 REPAIRED_BLOCKS = 64
-"""Blocks of keys that a program of the repair looks at."""
+"""Blocks of keys or rows that a program of a repair looks at."""
 LARGEST_SPREAD = 100.0
 """Exponents that weights of cosine softmax may differ by if rows are shifted by their bound (see FIXED)."""
 
@@ -98,23 +102,13 @@ class _Call:
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
 
-    def in_gluon(
-        self, steep_block: int, q: Tensor, v: Tensor, do: Tensor
-    ) -> tuple[ModuleType, Tile, tuple[Any, ...]] | None:  # fmt: skip
-        """The Gluon kernels, the tile and the descriptors for dk and dv, or None if Triton's kernel has to do it."""
+    def hopper(self, chosen: frozenset[tuple[str, int]], *tensors: Tensor) -> ModuleType | None:
+        """The Gluon kernels if they can run and are chosen; tensors: those that are read by descriptors."""
         c = self.constants
-        known = (self.kind, self.D) in HOPPER_KEY_GRADIENT and not self.wide and (c["COSINE"] or not c["LOG_N"])
-        if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(q, v, do):
+        known = (self.kind, self.D) in chosen and not self.wide and (c["COSINE"] or not c["LOG_N"])
+        if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(*tensors) or _expanded(*tensors):
             return None
-        hopper = op.hopper_kernels(self.D, "backward")
-        if hopper is None:
-            return None
-        tile = tile_for("window_key_gradient_hopper", self.D, self.itemsize)
-        # whole tiles of rows, each within two blocks of the dq kernel at most
-        if self.Lq % tile.m or 0 < 2 * steep_block < tile.m:
-            return None
-        tiles, kind = hopper.tile_arguments(True, (q, tile.m), (v, tile.n), (do, tile.m))
-        return (hopper, tile, tiles) if kind["HOST_TILES"] else None
+        return op.hopper_kernels(self.D, "backward")
 
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
@@ -123,7 +117,7 @@ class _Call:
         tile that was used."""
         constants = self.constants | more
         aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
-        aligned &= all(s > 0 or n == 1 for x in in_tiles for n, s in zip(x.shape, x.stride()))  # not expanded
+        aligned &= not _expanded(*in_tiles)
 
         def run(tile, tile_constants):
             del tile_constants["CACHE"]
@@ -133,6 +127,10 @@ class _Call:
             start_kernel(kernel, grid(tile), (*arguments, *tiles), constants | tile_constants)
 
         return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
+
+
+def _expanded(*tensors: Tensor) -> bool:
+    return any(s == 0 and n > 1 for x in tensors for n, s in zip(x.shape, x.stride()))
 
 
 def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
@@ -154,11 +152,42 @@ def _forward(
         q, k, v, o, rows, key_scale, q if gain is None else gain, call.p, rows.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
     )  # fmt: skip
+    hopper = call.hopper(HOPPER_FORWARD, q, k, v)
+    near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1 and (call.Lk - call.Lq) % FORWARD_BLOCK == 0
+    if hopper is not None and near:
+        _forward_in_gluon(call, hopper, q, k, v, o, rows, key_scale, arguments)
+        return o, rows, key_scale
     call.run(
         "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments,
         (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
     )  # fmt: skip
     return o, rows, key_scale
+
+
+def _forward_in_gluon(
+    call: _Call, hopper: ModuleType, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: Tensor, key_scale: Tensor,
+    arguments: tuple,
+) -> None:  # fmt: skip
+    """Write o and rows. arguments: of the Triton kernel."""
+    blocks = ceil_div(call.Lq, FORWARD_BLOCK)
+    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
+    more = {"GAIN": call.gain is not None, "FIXED": call.fixed, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
+    constants = call.constants | more
+    tiles = hopper.tile_arguments(True, (q, FORWARD_BLOCK), (k, FORWARD_BLOCK), (v, FORWARD_BLOCK))[0]
+    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
+    start_kernel(
+        hopper.window_forward_kernel, (blocks, call.Hq, call.B),
+        (
+            broken, o, rows, key_scale, q if call.gain is None else call.gain, call.p, rows.stride(0), *o.stride()[:3],
+            *call.shapes, *tiles,
+        ),
+        {name: x for name, x in constants.items() if name not in left_out} | {"BLOCK": FORWARD_BLOCK, "num_warps": 4},
+    )  # fmt: skip
+    start_kernel(
+        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        (broken, blocks, *arguments),
+        constants | {"BLOCK_M": FORWARD_BLOCK, "BLOCK_N": 32, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
 
 
 def _backward(
@@ -201,14 +230,16 @@ def _key_gradient(
         *itertools.chain(*strides), *call.shapes,
     )  # fmt: skip
     constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
-    gluon = call.in_gluon(steep_block, q, v, do)
-    if gluon is None:
+    tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
+    hopper = call.hopper(HOPPER_KEY_GRADIENT, q, v, do)
+    # whole tiles of rows, each within two blocks of the dq kernel at most
+    if hopper is None or call.Lq % tile.m or 0 < 2 * steep_block < tile.m:
         call.run(
             "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
             arguments, (q, do), STEEP_ROWS=steep_block, **constants,
         )  # fmt: skip
         return
-    hopper, tile, tiles = gluon
+    tiles = hopper.tile_arguments(True, (q, tile.m), (v, tile.n), (do, tile.m))[0]
     blocks = ceil_div(call.Lk, tile.n)
     broken = k.new_empty((call.B, call.Hkv, blocks), dtype=torch.int32)
     constants |= call.constants | {"BLOCK_N": tile.n}
