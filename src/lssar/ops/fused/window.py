@@ -192,7 +192,7 @@ def weight_power(w, p, P: tl.constexpr, LESS: tl.constexpr):
 
 @triton.jit
 def head_source(ptr, tiles, b, h, TMA: tl.constexpr):
-    """What read_head takes: one head of a descriptor of tiles [1, 1, N, D] that the host made, or the head's pointer."""
+    """What read_head takes: one head of a descriptor of tiles [1, 1, N, D] made by the host, or the head's pointer."""
     if TMA:
         return tiles, b, h
     else:
@@ -510,8 +510,8 @@ def forward_kernel(
     HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of rows. k_tiles, v_tiles: with TMA, descriptors. FIXED: rows of cosine softmax are shifted by
-    their bound, not by their maximum. STEEP: blocks of steep rows take the short forms."""
+    """One program a block of rows. k_tiles, v_tiles: descriptors, with TMA. FIXED: rows of cosine softmax are shifted
+    by their bound, not by their maximum. STEEP: blocks of steep rows take the short forms."""
     _forward_block(
         tl.program_id(0), tl.program_id(1), tl.program_id(2), q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr,
         gain_ptr, p, row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,

@@ -354,7 +354,8 @@ def query_gradient_kernel(
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dq, and what the dk, dv kernel needs of each row. k_tiles, v_tiles: with TMA, descriptors. WIDE: ds and k are multiplied as float32, not in k's dtype.
+    """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype.
+    k_tiles, v_tiles: descriptors, with TMA.
     STEEP: blocks of steep rows take the short forms, and the dk, dv kernel is told which these are.
 
     Q_STEP and so on: strides of rows and keys. As constants they save the registers that hold addresses."""
@@ -574,16 +575,16 @@ def key_gradient_kernel(
     Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
     DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads that share them. q_tiles, do_tiles: with TMA, descriptors. STEEP_ROWS: rows of a block of the dq
-    kernel, each of which says whether its rows are steep; 0: none does."""
+    """dk and dv of a block of keys, summed over the query heads that share them. STEEP_ROWS: rows of a block of the dq
+    kernel, each of which says whether its rows are steep; 0: none does. q_tiles, do_tiles: descriptors, with TMA."""
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
             block, h_kv, b = _program(AGAIN)
             broken = _key_block(
-                block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
-                q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b, v_stride_h,
-                V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
+                block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
+                row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
                 dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
                 q_tiles, do_tiles,
                 KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,

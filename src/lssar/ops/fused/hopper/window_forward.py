@@ -19,9 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lssar.ops.fused.hopper.memory import (
-    announce,
     end_barriers,
-    load_tile,
+    fetch_tiles,
     pointer_load,
     program_barrier,
     store_rows,
@@ -89,6 +88,7 @@ def _weights_and_sum(
     N: gl.constexpr = xs[0].shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, xs[0].type.layout)
     weights = ()
+    sums = ()
     for i in gl.static_range(TILES):
         start = first_key + i * N
         keys = (start + gl.arange(0, N, columns))[None, :]
@@ -96,9 +96,9 @@ def _weights_and_sum(
             xs[i], row_factor[:, None], shift[:, None], slope[:, None], intercept[:, None], p, keys, row_start,
             row_stop, (start < full_lo) | (start + N > full_hi), KIND, P, COSINE, LOG_DEGREE, STEEP,
         )  # fmt: skip
-        z = gl.sum(weight, 1) if i == 0 else z + gl.sum(weight, 1)
+        sums = sums + (gl.sum(weight, 1),)
         weights = weights + (gl.convert_layout(weight.to(element), layout),)
-    return weights[0], weights[1], weights[2], z
+    return weights[0], weights[1], weights[2], sums[0] + sums[1] + sums[2]
 
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
@@ -125,25 +125,20 @@ def window_forward_kernel(
     of_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     element: gl.constexpr = o_ptr.dtype.element_ty
 
-    lo, hi, full_lo, full_hi = keys_of_rows(
+    lo, _, full_lo, full_hi = keys_of_rows(
         first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK
     )
     first_key = lo // BLOCK * BLOCK
-    ring, ready = tile_ring(element, 1 + 2 * TILES, BLOCK, D), tile_barriers(1 + 2 * TILES)  # of q, then K, then V
+    ring, ready = tile_ring(element, 1 + 2 * TILES, BLOCK, D), tile_barriers(3)  # of q, then K, then V
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = gl.allocate_shared_memory(gl.float32, [TILES, BLOCK], scales_layout)
     program_barrier()  # all threads see the barriers' start
     q_tiles = q_all, b, h
     k_tiles = k_all, b, h_kv
     v_tiles = v_all, b, h_kv
-    announce(q_tiles, ready, 0, True)
-    load_tile(q_tiles, ring, ready, first_row, 0, True)
-    for i in gl.static_range(TILES):
-        announce(k_tiles, ready, 1 + i, True)
-        load_tile(k_tiles, ring, ready, first_key + i * BLOCK, 1 + i, True)
-    for i in gl.static_range(TILES):
-        announce(v_tiles, ready, 1 + TILES + i, True)
-        load_tile(v_tiles, ring, ready, first_key + i * BLOCK, 1 + TILES + i, True)
+    fetch_tiles(q_tiles, ring, 0, 1, ready.index(0), first_row)
+    fetch_tiles(k_tiles, ring, 1, TILES, ready.index(1), first_key)
+    fetch_tiles(v_tiles, ring, 1 + TILES, TILES, ready.index(2), first_key)
     if COSINE:
         _fetch_key_scales(key_scale_ptr + (b64 * Hkv + h_kv) * Lk, scales, first_key, Lk)
 
@@ -171,8 +166,8 @@ def window_forward_kernel(
 
     nothing = gl.zeros([BLOCK, BLOCK], gl.float32, score_layout)
     products = ()
+    mbarrier.wait(ready.index(1), 0)
     for i in gl.static_range(TILES):
-        mbarrier.wait(ready.index(1 + i), 0)
         products = products + (
             warpgroup_mma(q, ring.index(1 + i).permute((1, 0)), nothing, use_acc=False, is_async=True),
         )
@@ -206,17 +201,17 @@ def window_forward_kernel(
     elif KIND == EXP and not FIXED:
         highest = gl.maximum(gl.maximum(gl.max(xs[0], 1), gl.max(xs[1], 1)), gl.max(xs[2], 1))
         shift = gl.minimum(gl.maximum(highest if COSINE else highest * row_factor, -FAR), FAR)
-    steep, line_slope, line_intercept, line_factor = steep_rows(slope, intercept, row_factor, inside, p, P, STEEP)
+    steep, line_slope, line_intercept, _ = steep_rows(slope, intercept, row_factor, inside, p, P, STEEP)
     if STEEP:
         if steep:
             w0, w1, w2, z = _weights_and_sum(
-                xs, row_factor, shift, line_slope, line_intercept, p, first_key, row_start, row_stop, full_lo, full_hi, element,
-                weight_layout, KIND, P, COSINE, LOG_DEGREE, True,
+                xs, row_factor, shift, line_slope, line_intercept, p, first_key, row_start, row_stop, full_lo, full_hi,
+                element, weight_layout, KIND, P, COSINE, LOG_DEGREE, True,
             )  # fmt: skip
         else:
             w0, w1, w2, z = _weights_and_sum(
-                xs, row_factor, shift, line_slope, line_intercept, p, first_key, row_start, row_stop, full_lo, full_hi, element,
-                weight_layout, KIND, P, COSINE, LOG_DEGREE, False,
+                xs, row_factor, shift, line_slope, line_intercept, p, first_key, row_start, row_stop, full_lo, full_hi,
+                element, weight_layout, KIND, P, COSINE, LOG_DEGREE, False,
             )  # fmt: skip
     else:
         w0, w1, w2, z = _weights_and_sum(
@@ -225,11 +220,9 @@ def window_forward_kernel(
         )  # fmt: skip
 
     o = warpgroup_mma_init(gl.zeros([BLOCK, D], gl.float32, sum_layout))
-    mbarrier.wait(ready.index(4), 0)
+    mbarrier.wait(ready.index(2), 0)
     o = warpgroup_mma(w0, ring.index(4), o, is_async=True)
-    mbarrier.wait(ready.index(5), 0)
     o = warpgroup_mma(w1, ring.index(5), o, is_async=True)
-    mbarrier.wait(ready.index(6), 0)
     o = warpgroup_mma(w2, ring.index(6), o, is_async=True)
     inverse = gl.where(z > 0, 1.0 / gl.where(z > 0, z, 1.0), z * 0.0)  # NaN where a score is NaN
     if KIND == REWEIGHTED:

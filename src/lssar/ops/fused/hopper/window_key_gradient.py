@@ -21,13 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lssar.ops.fused.hopper.key_gradient import fetch_row_values, steep_block
 from lssar.ops.fused.hopper.memory import (
-    announce,
     announce_pair,
     end_barriers,
     fetch_pair,
+    fetch_tiles,
     load_pair,
     load_rows,
-    load_tile,
     program_barrier,
     store_rows,
     tile_barriers,
@@ -76,8 +75,8 @@ def _terms_by_quarters(
             intercept = row_values.slice(3 * M + i * COLUMNS, COLUMNS).load(of_rows)[None, :]
             mean = row_values.slice(4 * M + i * COLUMNS, COLUMNS).load(of_rows)[None, :]
         weight, ds = key_terms(
-            xs[i], dps[i], key_scale[:, None], key_down, key_up, SCALE * LOG2E, first, second, delta, intercept, mean, delta, p,
-            keys, row_start, row_stop, MASKED, STEEP, KIND, P, COSINE, LOG_DEGREE, STEEP,
+            xs[i], dps[i], key_scale[:, None], key_down, key_up, SCALE * LOG2E, first, second, delta, intercept, mean,
+            delta, p, keys, row_start, row_stop, MASKED, STEEP, KIND, P, COSINE, LOG_DEGREE, STEEP,
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
@@ -145,7 +144,8 @@ def window_key_gradient_kernel(
     K_STEP: gl.constexpr, DK_STEP: gl.constexpr, DV_STEP: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys of bfloat16, and whether they are not finite: then window_backward's repair computes
-    them again. BLOCK_M divides Lq; q_all, v_all, do_all: descriptors; STEEP: the dq kernel says which rows are steep."""
+    them again. BLOCK_M divides Lq; q_all, v_all, do_all: descriptors. STEEP: the dq kernel says which rows are steep.
+    """
     block, h_kv, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first_key = block * BLOCK_N
     b64, h64 = b.to(gl.int64), h_kv.to(gl.int64)
@@ -162,7 +162,7 @@ def window_key_gradient_kernel(
     element: gl.constexpr = k_ptr.dtype.element_ty
     PLANES: gl.constexpr = 8 if KIND == REWEIGHTED else 4  # of to_keys_ptr; a power of two
 
-    key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
+    _, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
         first_key, b, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, False, BLOCK_N
     )
     row_lo = row_lo // BLOCK_M * BLOCK_M
@@ -176,8 +176,7 @@ def window_key_gradient_kernel(
     keys_ready, rows_ready = tile_barriers(1), tile_barriers(STAGES)
     program_barrier()  # all threads see the barriers' start
     v_tiles = v_all, b, h_kv
-    announce(v_tiles, keys_ready, 0, True)
-    load_tile(v_tiles, v_ring, keys_ready, first_key, 0, True)
+    fetch_tiles(v_tiles, v_ring, 0, 1, keys_ready.index(0), first_key)
     for step in gl.static_range(STAGES - 1):
         h, start = _place(gl.minimum(step, total - 1), h_kv, row_lo, steps, GROUP, BLOCK_M)
         q_tiles = q_all, b, h
