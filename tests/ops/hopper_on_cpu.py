@@ -438,6 +438,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(fused, "hopper", hopper, raising=False)
     for name in (
         "memory", "forward", "quarters", "key_gradient", "query_gradient", "window_forward", "window_key_gradient",
+        "window_query_gradient",
     ):  # fmt: skip
         module = sys.modules[f"{HOPPER}.{name}"]
         module.triton_language = tl  # the interpreter looks for it among the globals of a kernel

@@ -107,7 +107,7 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
 
 
-@pytest.mark.parametrize("kernel", ["window_forward_kernel", "window_key_gradient_kernel"])
+@pytest.mark.parametrize("kernel", [f"window_{part}_kernel" for part in WINDOW_PARTS])
 @pytest.mark.parametrize(("kind", "D"), [("cosine", 128), pytest.param("softplus", 128, marks=pytest.mark.slow)])
 def test_gluon_of_windows(kernel, kind, D, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
@@ -115,7 +115,7 @@ def test_gluon_of_windows(kernel, kind, D, tmp_path):
     constants = {
         **_mechanism(spec.literal, spec.p, D, torch.bfloat16), "CAUSAL": True, "PACKED": False, "GAIN": False,
         "FIXED": kind == "cosine", "GROUP": 1, "STEEP": steep, "BLOCK": 64, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2,
-        "K_STEP": D, "DK_STEP": D, "DV_STEP": D, "warps": 4,
+        "K_STEP": D, "DK_STEP": D, "DV_STEP": D, "O_STEP": D, "DQ_STEP": D, "warps": 4,
     }  # fmt: skip
     types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
     types |= dict.fromkeys(("q_all", "k_all", "v_all", "do_all"), f"tiles 64 {D}")

@@ -334,7 +334,7 @@ def test_gpu_values_that_are_not_finite(dtype, D, spec):
 def gluon(monkeypatch):
     """Every kind and head size in Gluon, as far as there are kernels."""
     every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS for D in (64, 128))
-    for name in ("HOPPER_FORWARD", "HOPPER_KEY_GRADIENT"):
+    for name in ("HOPPER_FORWARD", "HOPPER_QUERY_GRADIENT", "HOPPER_KEY_GRADIENT"):
         monkeypatch.setattr(window_op, name, every)
 
 

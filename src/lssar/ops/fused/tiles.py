@@ -94,6 +94,8 @@ HOPPER: dict[Key, Tile] = {
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
+    ("window_query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
+    ("window_query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("window_key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("window_key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     # chosen from compiler output, not measured: the largest that keep their sums in registers

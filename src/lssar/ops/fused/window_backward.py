@@ -28,7 +28,6 @@ from lssar.ops.fused.window import (
     FAR,
     REWEIGHTED,
     head_source,
-    hide_keys,
     key_tile,
     keys_of_rows,
     near_one,
@@ -78,7 +77,7 @@ def _store_gradient(ptr, value, start, stop, stride, offsets, columns, D: tl.con
 
 
 @triton.jit
-def _saved_numbers(at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr):
+def saved_numbers(at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr):
     """Three numbers a row of the forward, [M]: shift, log2 Z and 0 for EXP, else slope, intercept and Z. Rows past the
     last have no weight."""
     if KIND == EXP:
@@ -184,6 +183,30 @@ def _ended(product):
 
 
 @triton.jit
+def query_terms(
+    x, dp, key_scale, row_factor, first, second, delta, steep, p, keys, row_start, row_stop, masked,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile, g and 2 sigma, [M, N], with cosine times key_scale: for EXP the former is the gradient of scores (and
+    the latter too), else their product is. All arguments are broadcast."""
+    if KIND == EXP:
+        g = dp - delta
+        g *= _exp_weight(x, key_scale, row_factor, first, second, COSINE)
+        if masked:  # values of hidden keys may be anything
+            g = tl.where((keys >= row_start) & (keys < row_stop), g, 0.0)
+        if COSINE:
+            g *= key_scale
+        return g, g
+    else:
+        x = x * key_scale * row_factor
+        root, sigma = _root_and_twice_sigma(x, key_scale, first, second, steep, LOG_DEGREE, STEEP)
+        g = dp - delta
+        if KIND == REWEIGHTED:
+            g *= weight_power(root, p, P, 1)
+        return _hide_both(g, sigma, keys, row_start, row_stop, masked)
+
+
+@triton.jit
 def _query_sums(
     q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
     key_stop, row_factor, first, second, delta, steep, p, columns,
@@ -209,24 +232,15 @@ def _query_sums(
         operand = _finite_entries(k) if AGAIN else k
         if WIDE:
             operand = operand.to(tl.float32)
+        g, sigma = query_terms(
+            x, dp, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], delta[:, None], steep, p,
+            keys, row_start[:, None], row_stop[:, None], masked, KIND, P, COSINE, LOG_DEGREE, STEEP,
+        )  # fmt: skip
         if KIND == EXP:
-            g = dp - delta[:, None]
-            g *= _exp_weight(x, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], COSINE)
-            g = hide_keys(g, keys, row_start, row_stop, masked, 0.0)  # values of hidden keys may be anything
-            if COSINE:
-                g *= key_scale[None, :]
             gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
             if BLOCK_D <= 64:
                 gk = _ended(gk)
         else:
-            x = x * key_scale[None, :] * row_factor[:, None]
-            root, sigma = _root_and_twice_sigma(
-                x, key_scale[None, :], first[:, None], second[:, None], steep, LOG_DEGREE, STEEP
-            )
-            g = dp - delta[:, None]
-            if KIND == REWEIGHTED:
-                g *= weight_power(root, p, P, 1)
-            g, sigma = _hide_both(g, sigma, keys, row_start[:, None], row_stop[:, None], masked)
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
                 g_sum += lane_sum(g, M, N)
@@ -235,8 +249,38 @@ def _query_sums(
 
 
 @triton.jit
+def store_for_keys(
+    ptr, row_plane, inside, first, second, z, raw_factor, up, delta, g_sum, n, steep, p,
+    KIND: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
+):  # fmt: skip
+    """Stores what key_terms takes of rows; returns the mean of g and what the sums of a row are multiplied by, [M]."""
+    if KIND == EXP:
+        if COSINE:
+            _store_three(ptr, row_plane, inside, first, raw_factor, delta * raw_factor)
+        else:
+            shift = tl.minimum(tl.maximum(first * up, -FAR), FAR)
+            _store_three(ptr, row_plane, inside, shift, second, delta)
+        return g_sum, g_sum
+    else:
+        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
+        inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
+        power_factor = p if KIND == REWEIGHTED else 1.0
+        half = LOG2E * power_factor * first * inverse
+        kappa = 2.0 * half
+        _store_line(
+            ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta,
+            saturate(mean * kappa * LN2, tl.float32), p,
+            KIND, LOG_DEGREE,
+        )  # fmt: skip
+        if STEEP:
+            tl.store(ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
+        return mean, half
+
+
+@triton.jit
 def _query_block(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+    row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
     Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
@@ -253,7 +297,6 @@ def _query_block(
     whose delta is not finite: these are all that see an infinity or NaN, since o is NaN there, or have one in dO.
     """
     PRECISE: tl.constexpr = LOG_DEGREE == 0
-    block, h, b = _program(AGAIN)
     first_row, h_kv = block * BLOCK_M, h // GROUP
     k_source = head_source(k_ptr + b.to(tl.int64) * k_stride_b + h_kv.to(tl.int64) * k_stride_h, k_tiles, b, h_kv, TMA)
     v_source = head_source(v_ptr + b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h, v_tiles, b, h_kv, TMA)
@@ -271,7 +314,7 @@ def _query_block(
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, row_offsets, columns, D, True)  # [M, D]
     at = (b * Hq + h) * Lq + rows
     row_plane = tl.cast(row_plane, tl.int64)
-    first, second, z = _saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
+    first, second, z = saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(
         first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M
@@ -304,34 +347,20 @@ def _query_block(
         KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, SHORT, AGAIN,
     )  # fmt: skip
 
-    to_keys_ptr += at
+    mean, half = store_for_keys(
+        to_keys_ptr + at, row_plane, inside, first, second, z, raw_factor, up, delta, g_sum, n, steep, p,
+        KIND, COSINE, LOG_DEGREE, STEEP,
+    )  # fmt: skip
     if KIND == EXP:
         grad = gk
-        if COSINE:
-            _store_three(to_keys_ptr, row_plane, inside, first, raw_factor, delta * raw_factor)
-        else:
-            shift = tl.minimum(tl.maximum(first * up, -FAR), FAR)
-            _store_three(to_keys_ptr, row_plane, inside, shift, second, delta)
     else:
-        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
-        inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
-        power_factor = p if KIND == REWEIGHTED else 1.0
-        half = LOG2E * power_factor * first * inverse
-        kappa = 2.0 * half
         grad = (gk - sk * mean[:, None]) * half[:, None] if KIND == REWEIGHTED else gk * half[:, None]
-        _store_line(
-            to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta,
-            saturate(mean * kappa * LN2, tl.float32), p,
-            KIND, LOG_DEGREE,
-        )  # fmt: skip
-        if STEEP:
-            tl.store(to_keys_ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
         grad, along = across(grad, q_raw * inverse_norm[:, None], inverse_norm * factor)
         if GAIN:
             along *= score_factor(n, 1.0, SCALE, LOG_N, PRECISE)
-            tl.store(to_keys_ptr + GAIN_PLANE * row_plane, along, mask=inside)
+            tl.store(to_keys_ptr + at + GAIN_PLANE * row_plane, along, mask=inside)
     else:
         grad = grad * factor[:, None]
     if AGAIN:
@@ -362,9 +391,10 @@ def query_gradient_kernel(
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
+            block, h, b = _program(AGAIN)
             broken = _query_block(
-                q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
-                row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
+                gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                 v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
                 dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
                 doc_stop_ptr, k_tiles, v_tiles,
@@ -372,6 +402,38 @@ def query_gradient_kernel(
                 LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
                 TMA and not AGAIN, AGAIN,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "blocks"])
+def query_gradient_repair_kernel(
+    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+    row_plane, q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, STEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
+):  # fmt: skip
+    """Computes again those of BLOCKS blocks of rows of a head that broken_ptr (B, Hq, blocks) says are not finite."""
+    first, h, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
+    broken_ptr += (b * Hq + h) * blocks
+    some = first + tl.arange(0, BLOCKS)
+    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
+        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
+            if tl.load(broken_ptr + block) > 0:
+                _query_block(
+                    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
+                    gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                    v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
+                    dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                    doc_stop_ptr, 0, 0,
+                    KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED,
+                    HAS_LENGTHS, LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16, 1, False, True,
+                )  # fmt: skip
 
 
 @triton.jit

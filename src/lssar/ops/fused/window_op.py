@@ -31,6 +31,8 @@ HOPPER_FORWARD: frozenset[tuple[str, int]] = frozenset()
 """The same for the forward of windows that FORWARD_BLOCK allows."""
 FORWARD_BLOCK = 64
 """Rows and keys of a tile of the Gluon forward, which takes three tiles of keys."""
+HOPPER_QUERY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
+"""The same for dq."""
 REPAIRED_BLOCKS = 64
 """Blocks of keys or rows that a program of a repair looks at."""
 LARGEST_SPREAD = 100.0
@@ -203,20 +205,55 @@ def _backward(
     if do.stride(-1) != 1:
         do = do.contiguous()
     to_keys = q.new_empty((gradients.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
-    arguments = (
-        q, k, v, o, do, dq, rows, to_keys, key_scale, q if gain is None else gain, call.p, rows.stride(0),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], *do.stride()[:2], *dq.stride()[:2],
-        *call.shapes,
-    )  # fmt: skip
-    tile = call.run(
-        "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
-        arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
-        **_steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq),
-    )  # fmt: skip
-    _key_gradient(call, q, k, v, do, dk, dv, to_keys, key_scale, tile.m if call.steep else 0)
+    steep_block = _query_gradient(call, q, k, v, o, do, dq, rows, to_keys, key_scale)
+    _key_gradient(call, q, k, v, do, dk, dv, to_keys, key_scale, steep_block)
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
+
+
+def _query_gradient(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, rows: Tensor, to_keys: Tensor,
+    key_scale: Tensor,
+) -> int:  # fmt: skip
+    """Write dq and to_keys. Returns the rows of a block, each of which says whether it is steep; 0: none."""
+    gain, strides = q if call.gain is None else call.gain, [x.stride()[:2] for x in (q, k, v, o, do, dq)]
+    arguments = (
+        q, k, v, o, do, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *itertools.chain(*strides),
+        *call.shapes,
+    )  # fmt: skip
+    steps = _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)
+    more = {"GAIN": call.gain is not None, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
+    hopper = call.hopper(HOPPER_QUERY_GRADIENT, q, k, v, do)
+    if hopper is None:
+        tile = call.run(
+            "query_gradient", gradients.query_gradient_kernel,
+            lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments, (k, v), WIDE=call.wide, **more,
+            **steps,
+        )  # fmt: skip
+        return tile.m if call.steep else 0
+    tile = tile_for("window_query_gradient_hopper", call.D, call.itemsize)
+    tiles = hopper.tile_arguments(True, (q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))[0]
+    blocks = ceil_div(call.Lq, tile.m)
+    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
+    constants = call.constants | more | {"BLOCK_M": tile.m}
+    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
+    own = {"BLOCK_N": tile.n, "STAGES": tile.stages, "num_warps": tile.warps}
+    own |= {name: steps[name] for name in ("O_STEP", "DQ_STEP")}
+    start_kernel(
+        hopper.window_query_gradient_kernel, (blocks, call.Hq, call.B),
+        (
+            broken, o, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *strides[3], *strides[5],
+            *call.shapes, *tiles,
+        ),
+        {name: x for name, x in constants.items() if name not in left_out} | own,
+    )  # fmt: skip
+    start_kernel(
+        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        (broken, blocks, *arguments),
+        constants | steps | {"WIDE": call.wide, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
+    return tile.m if call.steep else 0
 
 
 def _key_gradient(
