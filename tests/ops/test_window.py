@@ -343,11 +343,13 @@ def gluon(monkeypatch):
 @pytest.mark.parametrize("D", [64, 128])
 def test_gpu_gluon(gluon, D, spec):
     """Also many times over, as a tile that is read too early shows in few blocks, and not always."""
-    pack = torch.tensor([0, 3, 140, 141, 640], device=DEVICE)
-    for view in ({"window": 128}, {"window": 500}, {"window": 50, "cu_seqlens": pack}):
+    views = [{"window": 128}, {"window": 500}]
+    if spec == "lssar":
+        views.append({"window": 50, "cu_seqlens": torch.tensor([0, 3, 140, 141, 640], device=DEVICE)})
+    for view in views:
         inputs = tensors(B=2 - ("cu_seqlens" in view), Hq=4, Hkv=2, Lq=640, D=D, dtype=torch.bfloat16)
         compare(*inputs, SPECS[spec], f"{view}", **view)
-    inputs = tensors(B=4, Hq=16, Hkv=16, Lq=2048, D=D, dtype=torch.bfloat16)
+    inputs = tensors(B=4, Hq=12, Hkv=6, Lq=2048, D=D, dtype=torch.bfloat16)
     first = run(*inputs, SPECS[spec], window=128)
     for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(run(*inputs, SPECS[spec], window=128), first))
