@@ -1,7 +1,7 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
-`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [MECHANISM]`: kernels are compiled for sm_90, and each launch is
-compared with the signature of its kernel. With a mechanism, the windowed kernels run, in Gluon and in Triton.
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [MECHANISM]`: kernels are compiled for sm_90, and each launch
+is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in Gluon and in Triton.
 """
 
 from __future__ import annotations
