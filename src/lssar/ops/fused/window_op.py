@@ -267,8 +267,9 @@ def _key_gradient(
         *itertools.chain(*strides), *call.shapes,
     )  # fmt: skip
     constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
-    tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
     hopper = call.hopper(HOPPER_KEY_GRADIENT, q, v, do)
+    if hopper is not None:
+        tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
     # whole tiles of rows, each within two blocks of the dq kernel at most
     if hopper is None or call.Lq % tile.m or 0 < 2 * steep_block < tile.m:
         call.run(
