@@ -437,7 +437,10 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(importlib.import_module("triton.experimental"), "gluon", sys.modules[GLUON], raising=False)
     hopper = importlib.import_module(HOPPER)
     monkeypatch.setattr(fused, "hopper", hopper, raising=False)
-    for name in ("memory", "forward", "quarters", "key_gradient", "query_gradient", "joint_gradient"):
+    for name in (
+        "memory", "forward", "quarters", "key_gradient", "query_gradient", "joint_gradient", "window_forward",
+        "window_key_gradient", "window_query_gradient",
+    ):  # fmt: skip
         module = sys.modules[f"{HOPPER}.{name}"]
         module.triton_language = tl  # the interpreter looks for it among the globals of a kernel
     sys.modules[f"{HOPPER}.memory"].tl = types.SimpleNamespace(tuple=tuple)

@@ -67,6 +67,9 @@ def compile_window(part, kind, D, tile, cache):
         constants |= {f"{name}_STEP": D for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV")}
     module = "window" if part == "forward" else "window_backward"
     types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
+    if tile.tma:
+        block = [1, 1, tile.m if part == "key_gradient" else tile.n, D]
+        types |= dict.fromkeys(("q_tiles", "k_tiles", "v_tiles", "do_tiles"), f"tensordesc<bf16{block}>")
     return compile_kernel(f"lssar.ops.fused.{module}", f"{part}_kernel", constants, cache, **types)
 
 
@@ -120,6 +123,23 @@ def test_joint_gradient(D, mechanism, tmp_path):
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0
     assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
+
+
+@pytest.mark.parametrize("kernel", [f"window_{part}_kernel" for part in WINDOW_PARTS])
+@pytest.mark.parametrize(("kind", "D"), [("cosine", 128), pytest.param("softplus", 128, marks=pytest.mark.slow)])
+def test_gluon_of_windows(kernel, kind, D, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    spec, steep = lssar.spec(WINDOW_SPECS[kind]), kind == "softplus"
+    constants = {
+        **_mechanism(spec.literal, spec.p, D, torch.bfloat16), "CAUSAL": True, "PACKED": False, "GAIN": False,
+        "FIXED": kind == "cosine", "GROUP": 1, "STEEP": steep, "BLOCK": 64, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2,
+        "K_STEP": D, "DK_STEP": D, "DV_STEP": D, "O_STEP": D, "DQ_STEP": D, "warps": 4,
+    }  # fmt: skip
+    types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
+    types |= dict.fromkeys(("q_all", "k_all", "v_all", "do_all"), f"tiles 64 {D}")
+    made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)
+    assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
+    assert made["wgmma"] > 0 and made["barriers left"] == 0
 
 
 def of_the_table(activation, more, in_ci):

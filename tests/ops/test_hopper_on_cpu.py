@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tested", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from lssar.ops.fused import fused_attention, op, tiles
+from lssar.ops.fused import fused_attention, op, tiles, window_attention, window_op
 from lssar.ops.fused.tiles import Tile
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
@@ -218,6 +218,93 @@ def test_inline_assembly_of_windowed_kernels(hopper, monkeypatch):
     for spec in ("softmax", "cosine softmax"):
         test_window.test_half_types(torch.bfloat16, spec)
     test_window.test_steep_rows(15, monkeypatch)
+
+
+@pytest.fixture
+def window_in_gluon(hopper, monkeypatch):
+    """The number of launches of Gluon kernels of windows."""
+    launched = []
+    start = window_op.start_kernel
+
+    def record(kernel, *arguments):
+        name = kernel.fn.__name__
+        launched.append(name.startswith("window_") and not name.endswith("repair_kernel"))
+        start(kernel, *arguments)
+
+    monkeypatch.setattr(window_op, "start_kernel", record)
+    every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS for D in (64, 128))
+    monkeypatch.setattr(window_op, "HOPPER_KEY_GRADIENT", every)
+    monkeypatch.setattr(window_op, "HOPPER_QUERY_GRADIENT", every)
+    monkeypatch.setattr(window_op, "HOPPER_FORWARD", every)
+    return lambda: sum(launched)
+
+
+@pytest.mark.parametrize(
+    ("spec", "D", "group", "view"),
+    [
+        ("softmax", 64, 2, {"window": 100}),
+        ("cosine softmax", 128, 1, {"window": 70}),
+        ("lssa", 64, 1, {"window": 1}),
+        ("lssar", 128, 2, {"window": 128}),
+        ("lssar", 64, 1, {"window": 40, "causal": False}),
+        ("lssar p=2.5", 64, 2, {"window": 100, "cu_seqlens": torch.tensor([0, 3, 140, 141, 192])}),
+        ("cosine softmax", 64, 3, {"window": 300, "cu_seqlens": torch.tensor([0, 64, 65, 192]), "causal": False}),
+    ],
+)
+def test_windows(window_in_gluon, spec, D, group, view):
+    inputs = test_window.tensors(B=2 - ("cu_seqlens" in view), Hq=group, Lq=192, D=D, dtype=torch.bfloat16)
+    test_window.compare(*inputs, test_window.SPECS[spec], **view)
+    assert window_in_gluon() == (3 if view["window"] <= 129 and view.get("causal", True) else 2)
+
+
+@pytest.mark.parametrize("length", [1, 3, 65, 190])
+def test_forward_of_windows(window_in_gluon, monkeypatch, length):
+    """Rows that end within a tile, and a gain, with which softmax is shifted by its maximum."""
+    q, k, v, do = test_window.tensors(Lq=length, D=64, dtype=torch.bfloat16)
+    for spec in ("softmax", "cosine softmax", "lssar"):
+        test_window.compare(q, k, v, do, test_window.SPECS[spec], window=129)
+    launches = window_in_gluon()
+    gain, view = torch.tensor([0.5, 1.7]), {"causal": True, "window": 100}
+    for name in ("cosine softmax", "lssar"):
+        spec = test_window.SPECS[name]
+        call = lambda *x: window_attention(*x[:3], spec, gain=x[3], **view)  # noqa: B023, E731
+        exact = lambda *x: fuzz_fused.exact_attention(*x, spec, view)  # noqa: B023, E731
+        want = with_gradients(exact, tuple(x.double() for x in (q, k, v, gain)), do.double())
+        got = with_gradients(call, (q, k, v, gain), do)
+        terms = 0.1 * (q.shape[2] * do.double().square().sum() / q.shape[3]).sqrt()  # of gradients, which cancel
+        for part, a, b in zip(("o", "dq", "dk", "dv"), got, want):
+            allowed = 0.012 * max(b.norm(), 0 if part in ("o", "dv") else terms)
+            assert (a - b).norm() <= allowed, f"{name}, {part}"
+        with monkeypatch.context() as triton:
+            triton.setattr(window_op, "HOPPER_QUERY_GRADIENT", frozenset())
+            dgain = with_gradients(call, (q, k, v, gain), do)[4]  # a sum that cancels: both are off by the same
+        assert (got[4] - dgain).norm() <= 0.01 * dgain.norm(), name
+    assert launches == 6 and window_in_gluon() == 12
+
+
+@pytest.mark.parametrize(("Lq", "Lk"), [(64, 190), (128, 40)])
+def test_windows_of_other_keys(window_in_gluon, Lq, Lk):
+    """Blocks of keys that end within a tile, and such as no row sees."""
+    inputs = test_window.tensors(Lq=Lq, Lk=Lk, D=64, dtype=torch.bfloat16)
+    for spec in ("softmax", "lssar"):
+        test_window.compare(*inputs, test_window.SPECS[spec], f"{Lq}, {Lk}", window=20)
+    assert window_in_gluon() == 4  # no forward: tiles of these rows and keys do not begin at the same place
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_windows_of_values_that_are_not_finite(window_in_gluon, spec, which):
+    bad = (torch.nan, torch.inf, -torch.inf)[list(test_window.SPECS).index(spec) % 3]
+    test_window.check_not_finite(spec, torch.bfloat16, which, bad, 70, L=192, D=64, window=50)
+    assert window_in_gluon() == 6
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_windows_of_norms_to_the_ends_of_the_range(window_in_gluon, monkeypatch, spec):
+    tensors = test_window.tensors
+    monkeypatch.setattr(test_window, "tensors", lambda **given: tensors(**{**given, "Lq": 64, "D": 64}))
+    test_window.test_norms_to_the_ends_of_the_range(spec, torch.bfloat16)
+    assert window_in_gluon() > 2
 
 
 def test_instructions():

@@ -38,3 +38,16 @@ def test_launches_of_the_joint_gradient_fit_the_kernels(tmp_path):
     assert not any(one["wrong"] or one["missing"] for one in made), made
     found = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in JOINT_KERNELS}
     assert found == {"joint_gradient_kernel": [3, 3, 0], "finish_query_gradient_kernel": [0] * 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("D", "mechanism"), [("64", "lssar"), ("128", "softmax"), ("128", "cosine_softmax")])
+def test_launches_of_windows_on_hopper_fit_the_kernels(D, mechanism, tmp_path):
+    """Two calls in Triton and two in Gluon."""
+    words = "tests.ops.launch_hopper_without_card", D, mechanism
+    made = outside_the_interpreter(*words, cache=tmp_path)["launched"]
+    assert not any(one["wrong"] or one["missing"] for one in made), made
+    counts = {one["kernel"]: one["descriptors"] for one in made if "repair" not in one["kernel"]}
+    gluon = {"window_forward_kernel": 3, "window_query_gradient_kernel": 4, "window_key_gradient_kernel": 3}
+    assert counts.items() >= gluon.items()
+    assert counts["key_gradient_kernel"] == (2 if D == "128" else 0)

@@ -101,6 +101,10 @@ HOPPER: dict[Key, Tile] = {
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     (JOINT, 64, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
     (JOINT, 128, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
+    ("window_query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
+    ("window_query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
+    ("window_key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
+    ("window_key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     # chosen from compiler output, not measured: the largest that keep their sums in registers
     ("activation_forward", 64, 2): Tile(128, 64, 8, 3),
     ("activation_forward", 128, 2): Tile(128, 64, 8, 2),

@@ -59,16 +59,18 @@ ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 
 @gluon.jit
 def fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr):
-    """Start copying the ROW_PLANES values of rows start..start + M; past the last row, of any other rows."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    at = gl.arange(0, ROW_PLANES * M, layout)
+    """Start copying the first planes of values of rows start..start + M, as many as the ring holds; past the last row,
+    of any other rows."""
+    VALUES: gl.constexpr = ring.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([min(4, VALUES // (32 * gl.num_warps()))], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, VALUES, layout)
     at = (at // M).to(gl.int64) * plane + gl.minimum(start, row_stride - M) + at % M
     pointer_load(ring.index(stage), ptr + gl.max_contiguous(gl.multiple_of(at, 4), 4))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _steep_block(row_values, M: gl.constexpr):
+def steep_block(row_values, M: gl.constexpr):
     """backward.steep_block, from the values of a tile's rows in shared memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     first = gl.max(row_values.slice(6 * M, 1).load(one), 0)
@@ -159,7 +161,7 @@ def _weights_and_ds_if_steep(
 ):  # fmt: skip
     """_weights_and_ds_by_quarters, short if all rows of the tile are steep."""
     if STEEP:
-        if _steep_block(row_values, x.shape[1]):
+        if steep_block(row_values, x.shape[1]):
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
                 element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, UNIT_KEYS,

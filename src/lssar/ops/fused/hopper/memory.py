@@ -66,6 +66,20 @@ def announce(tiles, barriers, stage, wanted):
 
 
 @gluon.jit
+def fetch_tiles(tiles, ring, FIRST: gl.constexpr, COUNT: gl.constexpr, barrier, row):
+    """Start loading COUNT tiles from row on into the stages FIRST.. of the ring; one barrier waits for all.
+
+    tiles: a descriptor that the host made, with the batch and the head.
+    """
+    ROWS: gl.constexpr = ring.shape[1]
+    D: gl.constexpr = ring.shape[2]
+    mbarrier.expect(barrier, COUNT * tiles[0].block_type.nbytes)
+    for i in gl.static_range(COUNT):
+        tile = ring.index(FIRST + i).reshape([1, 1, ROWS, D])
+        tile_load(tiles[0], [tiles[1], tiles[2], row + i * ROWS, 0], barrier, tile)
+
+
+@gluon.jit
 def load_tile(tiles, ring, barriers, row, stage, wanted):
     """tiles: a descriptor of one head's rows (tile_descriptor), or one of all heads that the host made, with the batch
     and the head: (descriptor, b, h)."""
