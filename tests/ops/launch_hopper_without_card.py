@@ -1,7 +1,7 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
-`python -m tests.ops.launch_hopper_without_card HEAD_SIZE`: kernels are compiled for sm_90, and each launch is compared
-with the signature of its kernel.
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE SAVE_LOWER`: kernels are compiled for sm_90, and each launch
+is compared with the signature of its kernel. SAVE_LOWER: 0 or 1, for op.SAVE_LOWER.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Driver(launch_without_card.Driver):
     launcher_cls = Launcher
 
 
-def main(D: int) -> None:
+def main(D: int, save_lower: bool) -> None:
+    op.SAVE_LOWER = save_lower
     triton.runtime.driver.set_active(Driver())
     torch.cuda.current_device = lambda: 0
     op.hopper_kernels = lambda d, part: hopper if d == 128 or part == "backward" else None
@@ -55,10 +56,10 @@ def main(D: int) -> None:
     q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
     options = (None, 15.0, None, True, None, None, None)
     for do in (draw(2, 4, 64, D), draw(2, 4, 64, D), draw(1, 4, 64, D).expand(2, -1, -1, -1)):
-        o, rows = op.run_forward(q, k, v, *options)
-        op.run_backward(q, k, v, o, do, rows, *options)
+        o, *saved = op.run_forward(q, k, v, *options, training=True)
+        op.run_backward(q, k, v, o, do, *saved, *options)
     print(json.dumps({"launched": LAUNCHED}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), bool(int(sys.argv[2])))
