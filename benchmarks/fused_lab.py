@@ -4,6 +4,7 @@
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
     PYTHONPATH=src python benchmarks/fused_lab.py parts 64x256x1024
+    PYTHONPATH=src python benchmarks/fused_lab.py saving 64x256x1024
     PYTHONPATH=src python benchmarks/fused_lab.py schedule
     PYTHONPATH=src python benchmarks/fused_lab.py turns 128x16x8192 1 2 4 16
     PYTHONPATH=src python benchmarks/fused_lab.py joint 128x16x8192
@@ -95,16 +96,17 @@ def _compile(job):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     started = time.time()
     tiles = choose(kernel, d, text)
+    save_lower(kernel.startswith("forward_training"), gluon=kernel.endswith("_hopper"))
     from lssar.ops.fused import op
     from lssar.ops.fused.tune import OPTIONS
 
     op.JOINT_GRADIENT = kernel == tiles.JOINT
     try:
-        for heads in (2, 16):  # Triton compiles again for multiples of 16
+        for heads in (2, 16):  # Triton compiles again for numbers that 16 divides
             q, k, v, do = inputs(d, heads, 256)
-            o, rows = op.run_forward(q, k, v, *OPTIONS)
+            o, *saved = op.run_forward(q, k, v, *OPTIONS, training=True)
             if not kernel.startswith("forward"):
-                op.run_backward(q, k, v, o, do, rows, *OPTIONS)
+                op.run_backward(q, k, v, o, do, *saved, *OPTIONS)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:200]}"
@@ -266,12 +268,85 @@ def parts(shapes=SHAPES):
         times = {kernel: bench(run) for kernel, run in record(q, k, v, do).items()}
 
         def both(q=q, k=k, v=v, do=do):
-            o, rows = run_forward(q, k, v, *OPTIONS)
-            run_backward(q, k, v, o, do, rows, *OPTIONS)
+            o, *saved = run_forward(q, k, v, *OPTIONS, training=True)
+            run_backward(q, k, v, o, do, *saved, *OPTIONS)
 
         whole = do_bench_cudagraph(both, rep=60, return_mode="median")
         times |= {"normalisation": whole - sum(times.values()), "both": whole}
         print(shape, *(f"{name} {ms:.3f}" for name, ms in times.items()), sep="  ", flush=True)
+
+
+TRAINING_TILES = {
+    64: (
+        "forward_training 64,32,4,3,128,3,168,1", "forward_training 128,64,8,3,128,3,0,1",
+        "forward_training_hopper 64,64,4,2,0,2,168,1", "forward_training_hopper 64,64,4,2,0,2,0,1",
+        "forward_training_hopper 64,32,4,3,0,2,168,1",
+    ),
+    128: (
+        "forward_training 64,32,4,3,64,3,0,1", "forward_training_hopper 64,64,4,2,0,2,0,1",
+        "forward_training_hopper 64,32,4,3,0,2,0,1", "forward_training_hopper 64,32,4,4,0,3,0,1",
+    ),
+}  # fmt: skip
+TRAINING_SHAPES = (
+    "64x256x1024", "64x128x2048", "128x128x2048", "64x16x8192", "128x16x8192", "64x64x16384", "128x32x16384",
+)  # fmt: skip
+
+
+def save_lower(wanted, gluon=False):
+    """Whether forwards of a training save what dk and dv need of each row; gluon: by that kernel, whatever the size."""
+    from lssar.ops.fused import op
+
+    found = op.hopper_kernels = getattr(op.hopper_kernels, "found", op.hopper_kernels)
+
+    def kernels(d, part):
+        if part == "forward_training":
+            return found(128, part) if gluon else None
+        return found(d, part)
+
+    kernels.found = found
+    op.SAVE_LOWER, op.hopper_kernels = wanted, kernels
+
+
+def saving(shapes=TRAINING_SHAPES):
+    """Milliseconds of a forward that saves what dk and dv need of each row, by tile, and of the kernel that makes the
+    values of rows from it, beside those of the forward and of the dq kernel, of which they take the place."""
+    from lssar.ops.fused import op
+    from lssar.ops.fused.tune import record, run_all
+
+    parsed = [tuple(int(x) for x in shape.split("x")) for shape in shapes]
+    sizes = sorted({d for d, _, _ in parsed})
+    precompile([(*line.split()[:1], d, line.split()[1]) for d in sizes for line in TRAINING_TILES[d]]
+               + [("key_gradient", d, "") for d in sizes])  # fmt: skip
+
+    def use(line, d):
+        kernel, text = line.split() if line else ("forward", "")
+        choose(kernel, d, text)
+        save_lower(bool(line), gluon=kernel.endswith("_hopper"))
+        return kernel
+
+    for d in sizes:
+        for line in ("", *TRAINING_TILES[d]):
+            use(line, d)
+            mine, _ = errors(d, length=333)
+            bad = "" if max(mine) < 0.03 else "   WRONG"
+            print(f"d {d} {line or 'as now'}: errors", *(f"{x:.2e}" for x in mine), bad, flush=True)
+    for shape, (d, heads, length) in zip(shapes, parsed):
+        q, k, v, do = inputs(d, heads, length)
+        use("", d)
+        now = record(q, k, v, do)
+        times = {name: bench(run) for name, run in now.items()}
+        print(f"\n{shape}", *(f"{name} {ms:.3f}" for name, ms in times.items()), sep="  ", flush=True)
+        for line in TRAINING_TILES[d]:
+            kernel = use(line, d)
+            runs = record(q, k, v, do)
+            print(f"  {line}: {bench(runs[kernel]):.3f}" if kernel in runs else f"  {line}: not run here", flush=True)
+        calls, values_of_rows = [], op._row_values
+        op._row_values = lambda *call: calls.append(call) or values_of_rows(*call)  # noqa: B023
+        run_all(q, k, v, do)
+        op._row_values = values_of_rows
+        ms = bench(lambda: values_of_rows(*calls[0]))  # noqa: B023
+        moved = 5 * q.numel() * q.element_size()
+        print(f"  values of rows: {ms:.3f} ({moved / ms / 1e9:.2f} TB/s)", flush=True)
 
 
 def turns(shape, *at_most):
@@ -416,6 +491,7 @@ COMMANDS = {
     "joint": lambda *shapes: joint(shapes or JOINT_SHAPES),
     "parts": lambda *shapes: parts(shapes or SHAPES),
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
+    "saving": lambda *shapes: saving(shapes or TRAINING_SHAPES),
     "schedule": schedule,
     "sweep": lambda *words: sweeps(words),
     "sweep_ratios": lambda *words: ratios(chosen=sweeps(words)),

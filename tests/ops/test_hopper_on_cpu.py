@@ -122,6 +122,33 @@ def test_calls_that_the_joint_gradient_does_not_take(hopper, monkeypatch, why):
         torch.use_deterministic_algorithms(before)
 
 
+@pytest.mark.parametrize(
+    ("view", "D", "p", "dtype"),
+    [
+        ("causal", 128, 15, torch.bfloat16),
+        ("pack", 64, 3, torch.bfloat16),
+        ("window", 128, 7.25, torch.float16),
+        pytest.param("full", 128, 63, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_dk_and_dv_without_a_pass_over_the_keys(hopper, monkeypatch, view, D, p, dtype):
+    """From what the forward saves; in half types its second product takes weights of the power p - 1."""
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    compare(*tensors(Hq=1, Lq=190, D=D, dtype=dtype), p=p, note=view, **VIEWS[view])
+
+
+def test_values_beyond_the_range_of_sums_when_saving(hopper, monkeypatch):
+    """Where the forward repeats its pass with smaller weights, what it saves is as without, times 2^125."""
+    q, k, v, _ = tensors(Hq=1, Lq=100, D=128, dtype=torch.bfloat16)
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    options = (None, 15.0, None, True, None, None, None)
+    (o, rows, lower), large = (op.run_forward(q, k, v * size, *options, training=True) for size in (1, 2.0**125))
+    near = {"rtol": 2.0**-7, "atol": 2.0**-7}  # a rounding of bfloat16
+    torch.testing.assert_close(large[0] * 2.0**-125, o, **near)
+    torch.testing.assert_close(large[2] * 2.0**-125, lower, **near)
+    torch.testing.assert_close(large[1][..., :100], rows[..., :100], rtol=2.0**-20, atol=0)  # another order of sums
+
+
 def test_float16(hopper):
     """In Gluon the forward only; its scores and weights have other polynomials."""
     compare(*tensors(Hq=1, Lq=140, D=128, dtype=torch.float16), p=15)
@@ -204,6 +231,23 @@ def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, f
     q, k, v, do = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
     with pytest.raises(Exception, match=fault):
         with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("program_barrier", "overwritten while it may be in use"),
+        ("load_tile", "not asked for"),
+        ("mbarrier.wait", "before it has arrived"),
+        ("end_barriers", "without end_barriers"),
+    ],
+)
+def test_a_forward_that_saves_is_faulty_without_one_step(hopper, monkeypatch, name, fault):
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    monkeypatch.setattr(f"lssar.ops.fused.hopper.forward.{name}", lambda *_, **__: None)
+    q, k, v, _ = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match=fault):
+        op.run_forward(q, k, v, None, 15.0, None, True, None, None, None, training=True)
 
 
 def test_inline_assembly(hopper):

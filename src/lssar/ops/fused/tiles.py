@@ -86,6 +86,10 @@ HOPPER: dict[Key, Tile] = {
     ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3, registers=128, tma=True),
     ("forward", 128, 2): Tile(64, 32, 4, 3, n1=64, stages1=3, registers=168, tma=True),
     ("forward", 256, 2): Tile(64, 64, 4, 2),
+    # with SAVE_LOWER (op.py), here and below in Gluon: chosen from compiler output, not measured
+    ("forward_training", 64, 2): Tile(64, 32, 4, 3, n1=128, stages1=3, registers=168, tma=True),
+    ("forward_training", 128, 2): Tile(64, 32, 4, 3, n1=64, stages1=3, tma=True),
+    ("forward_training", 256, 2): Tile(64, 32, 8, 2),
     ("query_gradient", 64, 2): Tile(64, 64, 4, 3),
     ("query_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient", 256, 2): Tile(64, 32, 8, 2),
@@ -95,6 +99,8 @@ HOPPER: dict[Key, Tile] = {
     # Gluon: one warp group for 64 rows; in the forward, n is half a unit of keys
     ("forward_hopper", 64, 2): Tile(64, 64, 4, 3, stages1=2, registers=168, tma=True),
     ("forward_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
+    ("forward_training_hopper", 64, 2): Tile(64, 64, 4, 2, stages1=2, registers=168, tma=True),
+    ("forward_training_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
     ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
@@ -145,7 +151,7 @@ HOPPER |= {
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
     for part in ("forward", "query_gradient", "key_gradient")
-    for kernel in (part, f"activation_{part}")
+    for kernel in (part, f"activation_{part}", *(["forward_training"] if part == "forward" else []))
     for d in (64, 128, 256)
 }
 OTHER |= {
