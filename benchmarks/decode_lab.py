@@ -1,12 +1,19 @@
 """Time the decode kernels on one GPU beside softmax: settings, kinds of keys, kernel by kernel.
 
 PYTHONPATH=src python benchmarks/decode_lab.py decode|norms|sweep|profile
+PYTHONPATH=src python benchmarks/decode_lab.py turns|softmax [--old FOLDER] [--compile]
+
+turns and softmax compare plans, and with --old decode.py and decode_softmax.py of another commit, in one process;
+--compile only compiles what they run, in a process for each shape.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import statistics
+import subprocess
 import sys
 from functools import partial
 
@@ -23,7 +30,20 @@ CALL = (None, 15.0, None, None, None)
 def decode_inputs(batch, heads, kv_heads, length, d):
     from lssar.benchmark import Case
 
+    if "--compile" in sys.argv:  # beside other processes: the numbers do not matter, their memory does
+        shapes = (batch, heads, 1, d), *[(batch, kv_heads, length, d)] * 2
+        return [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
     return Case(batch, heads, kv_heads, length, d, "bfloat16", "cuda", decode=True).inputs()[:3]
+
+
+def dense_decode(q, k, v):
+    """In float64, for the first key head of the first batch row: the output of LSSAR and its weights."""
+    group, length, d = q.shape[1] // k.shape[1], *k.shape[2:]
+    scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
+    a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
+    z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
+    w = (z / z.amax(-1, keepdim=True)) ** 15
+    return (w / w.sum(-1, keepdim=True)) @ v[0, 0].double(), w
 
 
 def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 16, 64)), lengths=(32768, 131072)):
@@ -38,11 +58,7 @@ def decode(shapes=((1, 32, 8, 128), (16, 32, 8, 128), (1, 16, 16, 64), (16, 16, 
             few = slice(0, 1)
             exact = fused_decode(q[few].double().float(), k[few].float(), v[few].float(), p=15.0, tolerance=0.0)
             got = fused_decode(q, k, v, p=15.0)[few]
-            scores = F.normalize(q[0, :group].double(), dim=-1)[:, 0] @ F.normalize(k[0, 0].double(), dim=-1).mT
-            a = F.softplus(scores * math.log(d) * math.log(length), threshold=60)
-            z = (a - a.mean(-1, keepdim=True)).clamp_min(0)
-            w = (z / z.amax(-1, keepdim=True)) ** 15
-            dense_o = (w / w.sum(-1, keepdim=True)) @ v[0, 0].double()
+            dense_o, w = dense_decode(q, k, v)
             wrong = error(exact[0, :group, 0], dense_o), error(got[0, :group, 0], dense_o)
             share = ((w > 2**-10 / length).any(0)).double().mean().item()
             mine, all_v = (
@@ -159,6 +175,116 @@ def profile_once(run):
         print(f"    {event.name[:40]} {event.device_time:.1f} us")
 
 
+SHAPES = tuple(
+    (batch, *heads, length) for heads in ((32, 8, 128), (16, 16, 64)) for batch in (1, 16) for length in (32768, 131072)
+)
+"""Those of docs/performance.md: batch, heads, key heads, head size, keys."""
+
+
+def load_version(folder):
+    """decode.py and decode_softmax.py of another commit, which are in `folder`, as modules."""
+    from lssar.ops.fused import autograd
+
+    name = "lssar.ops.fused.decode"
+    importlib.import_module(name)
+    kept = autograd.operator, autograd.refuse_gradient, sys.modules[name]
+    made = []
+    try:  # the operators are registered once, and the second file imports from the first
+        autograd.operator, autograd.refuse_gradient = (lambda *a: None), (lambda *a: None)
+        for file in ("decode", "decode_softmax"):
+            spec = importlib.util.spec_from_file_location(f"another_{file}", f"{folder}/{file}.py")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look for it
+            spec.loader.exec_module(module)
+            made.append(module)
+            sys.modules[name] = made[0]
+    finally:
+        autograd.operator, autograd.refuse_gradient = kept[:2]
+        sys.modules[name] = kept[2]
+    return made
+
+
+def in_turns(title, runs, expected, inputs):
+    """Every setting once a turn, so that clocks and temperature are the same for all: medians of three turns.
+
+    runs: functions by name, of which `expected` is what the first rows should be; inputs: q, k, v."""
+    from triton.testing import do_bench_cudagraph
+
+    rows = slice(0, expected.shape[0])
+    off = {name: error(run()[0, rows, 0], expected) for name, run in runs.items()}
+    if "--compile" in sys.argv:
+        return
+    times = {name: [] for name in runs}
+    for _ in range(3):
+        for name, run in runs.items():
+            times[name].append(do_bench_cudagraph(run, rep=10, return_mode="median"))
+    baseline = cudnn_decode(*inputs)
+    print(f"{title}: cuDNN softmax {baseline * 1e3:.1f} us", flush=True)
+    for name, found in times.items():
+        time = statistics.median(found)
+        print(f"    {name}: {time * 1e3:.1f} us {time / baseline:.2f}x, error {off[name]:.1e}", flush=True)
+
+
+def each_shape(shapes):
+    """Those that a process is to run; with --compile, first a process for each."""
+    if "--shape" in sys.argv:
+        return shapes[int(sys.argv[sys.argv.index("--shape") + 1]) :][:1]
+    if "--compile" in sys.argv:
+        running = [subprocess.Popen([sys.executable, *sys.argv, "--shape", str(i)]) for i in range(len(shapes))]
+        sys.exit(max(process.wait() for process in running))
+    return shapes
+
+
+def turns():
+    """LSSAR with raw keys: plans, and another commit's version."""
+    from lssar.ops.fused import decode as module
+
+    old = load_version(sys.argv[sys.argv.index("--old") + 1])[0] if "--old" in sys.argv else None
+    for batch, heads, kv_heads, d, length in each_shape(SHAPES):
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        plan = module.plan_for(q, kv_heads, length, False)
+        settings = {
+            "now": {}, "not fetched": {"fetch": False}, "not ahead": {"ahead": False},
+            "splits x 2": {"splits": 2 * plan.splits}, "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
+        }  # fmt: skip
+        runs = {name: partial(module.decode, q, k, v, *CALL, 2**-10, **how) for name, how in settings.items()}
+        runs["tolerance 0"] = partial(module.decode, q, k, v, *CALL, 0.0)
+        if old is not None:
+            runs["old"] = partial(old.decode, q, k, v, *CALL, 2**-10)
+        title = f"decode B {batch} H {heads}/{kv_heads} d {d} L {length}, {plan.splits} splits, {plan.warps} warps"
+        in_turns(title, runs, dense_decode(q, k, v)[0], (q, k, v))
+        if "--compile" not in sys.argv:
+            profile_once(runs["not ahead"])
+
+
+def softmax(shapes=((1, 12, 12, 64, 131072), (8, 12, 12, 64, 131072))):
+    """Softmax and cosine softmax, at the shapes of the mixed 124M model: plans, and another commit's version."""
+    import lssar
+    from lssar.ops.fused import decode as plans
+    from lssar.ops.fused import decode_softmax as module
+
+    old = load_version(sys.argv[sys.argv.index("--old") + 1])[1] if "--old" in sys.argv else None
+    for (batch, heads, kv_heads, d, length), name in each_shape([*itertools.product(shapes, SOFTMAX)]):
+        q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
+        spec = lssar.spec(name)
+        plan = plans.plan_for(q, kv_heads, length, False, tiles=2)
+        settings = {
+            "now": {}, "splits x 2": {"splits": 2 * plan.splits}, "splits x 3/2": {"splits": 3 * plan.splits // 2},
+            "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
+        }  # fmt: skip
+        call = (q, k, v, None, spec.literal, None, None)
+        runs = {name: partial(module.decode, *call, **how) for name, how in settings.items()}
+        if old is not None:
+            runs["old"] = partial(old.decode, *call)
+        first = (x[:1, :1].double() for x in (q, k, v))
+        expected = lssar.attention(*first, spec, causal=False, impl="reference")[0, :, 0]
+        title = f"{name} B {batch} H {heads} d {d} L {length}, {plan.splits} splits, {plan.warps} warps"
+        in_turns(title, runs, expected, (q, k, v))
+
+
+SOFTMAX = ("cosine_softmax", "softmax")
+
+
 class Spy:
     """Stands in for a kernel and keeps what it was compiled to."""
 
@@ -173,7 +299,7 @@ class Spy:
 
 
 def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 128, 32768))):
-    """Kernel by kernel, unit keys and raw ones: of those with four warps it is not known what takes 32 us more."""
+    """Kernel by kernel, unit keys and raw ones."""
     from lssar.ops.fused import decode as module
 
     names = ("score_kernel", "value_kernel", "combine_kernel")
@@ -197,7 +323,7 @@ def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 
                 print(f"    {kernel} {spy.grid}: {c.n_regs} registers, {c.n_spills} spilled, {c.metadata.shared} bytes")
 
 
-COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile}
+COMMANDS = {"decode": decode, "norms": norms, "sweep": sweep, "profile": profile, "turns": turns, "softmax": softmax}
 
 if __name__ == "__main__":
     if sys.argv[1:2] not in [[name] for name in COMMANDS]:

@@ -5,7 +5,8 @@
 
 A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers[,tma]]. All tiles
 compile in parallel first. A tile whose results differ from the first one's prints the difference and no time. Without
---tiles every kernel tries those of CANDIDATES that fit.
+--tiles every kernel tries those of CANDIDATES that fit. "gluon" are the kernels that window_op.HOPPER_... choose when
+these sets hold everything.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "lssar": "lssar"}
 PARTS = ("forward", "query_gradient", "key_gradient")
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    "forward": ("64,32,4,3,168", "64,32,4,3,168,1", "64,64,4,2,168,1", "64,64,4,3,0,1"),
-    "query_gradient": ("64,32,4,3", "64,32,4,3,168,1", "64,32,4,3,0,1", "64,64,4,2,0,1"),
-    "key_gradient": ("64,64,8,2", "64,128,8,2", "64,64,4,2,0,1", "64,128,8,2,0,1", "64,64,8,2,128,1"),
+    "forward": ("64,32,4,3,168,1", "64,32,4,3,0,1", "64,64,4,2,0,1", "128,64,8,2,0,1"),
+    "query_gradient": ("64,32,4,3", "64,32,4,3,0,1", "64,64,4,2,0,1"),
+    "key_gradient": ("64,64,4,2,0,1", "64,64,8,2", "64,128,8,2,0,1"),
 }
+EVERYTHING = frozenset((kind, d) for kind in ("softmax", "cosine", "softplus") for d in (64, 128))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -38,7 +40,9 @@ def inputs(d: int, batch: int, heads: int, length: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16) for _ in range(4)]
 
 
-def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, str] | None) -> tuple[list, list]:
+def call(
+    kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, str] | None, gluon: bool = False
+) -> tuple[list, list]:  # fmt: skip
     """Results (o, dq, dk, dv) and launches (kernel, grid, arguments, constants) with the tile of one kernel changed."""
     import lssar
     from lssar.ops.fused import tiles, window_op
@@ -53,6 +57,9 @@ def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, s
         start_kernel(kernel, grid, arguments, constants)
 
     tiles.CHOSEN.clear()
+    chosen = EVERYTHING if gluon else frozenset()
+    for name in [name for name in vars(window_op) if name.startswith("HOPPER_")]:
+        setattr(window_op, name, chosen)
     if tile is not None:
         part, text = tile
         m, n, warps, stages, registers, tma = ([int(x) for x in text.split(",")] + [0, 0])[:6]
@@ -71,10 +78,10 @@ def call(kind: str, tensors: list[torch.Tensor], window: int, tile: tuple[str, s
 
 
 def compile_one(job: tuple[Any, ...]) -> str:
-    kind, d, heads, window, tile = job
+    kind, d, heads, window, tile, gluon = job
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
-        call(kind, inputs(d, 2, heads, 256), window, tile)
+        call(kind, inputs(d, 2, heads, 256), window, tile, gluon)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:100]}"
@@ -121,10 +128,14 @@ def sweep(kind: str, shape: tuple[int, ...], parts: list[str], given: list[str] 
 
     d, batch, heads, length, window = shape
     tensors = inputs(d, batch, heads, length)
-    expected, launches = call(kind, tensors, window, None)
-    now = [do_bench(lambda x=x: start_kernel(*x), warmup=5, rep=25, return_mode="median") for x in launches]
-    names = ["norms"] * (len(launches) - len(PARTS)) + list(PARTS)
-    print(f"{kind} {shape} now: " + " ".join(f"{n} {t:.3f}" for n, t in zip(names, now)) + f" sum {sum(now):.3f}")
+    expected, _ = call(kind, tensors, window, None)
+    for name in ("triton", "gluon"):
+        found, launches = call(kind, tensors, window, None, name == "gluon")
+        off = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected)]
+        now = [do_bench(lambda x=x: start_kernel(*x), warmup=5, rep=25, return_mode="median") for x in launches]
+        line = " ".join(f"{x[0].fn.__name__.removesuffix('_kernel')} {t:.3f}" for x, t in zip(launches, now))
+        print(f"{kind} {shape} {name}: {line} sum {sum(now):.3f}", f"differs by {max(off):.1e}", flush=True)
+        out.append({"kind": kind, "shape": shape, "part": name, "ms": round(sum(now), 4)})
     for part in parts:
         line = []
         for text in given or CANDIDATES[part]:
@@ -155,9 +166,14 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="skip compiling: Triton's cache has all tiles")
     parser.add_argument("--out", help="JSON file")
     options = parser.parse_args()
-    jobs = {(kind, shape[0], shape[2], shape[-1], None) for kind in options.kinds for shape in options.shapes}
+    jobs: set[tuple[Any, ...]] = {
+        (kind, shape[0], shape[2], shape[-1], None, gluon)
+        for kind in options.kinds
+        for shape in options.shapes
+        for gluon in (False, True)
+    }
     jobs |= {
-        (kind, shape[0], shape[2], shape[-1], (part, text))
+        (kind, shape[0], shape[2], shape[-1], (part, text), False)
         for kind in options.kinds
         for shape in options.shapes
         for part in options.parts

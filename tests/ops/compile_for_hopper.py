@@ -13,8 +13,8 @@ from tests.helpers import outside_the_interpreter
 
 TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
     "*fp32": (
-        "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr",
-        "gain_ptr",
+        "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "y_ptr", "rows_ptr", "delta_ptr",
+        "mean_ptr", "gain_ptr", "dq_sums_ptr",
     ),
     "*i32": ("broken_ptr", "key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
     "fp32": ("exponent", "eps"),
@@ -54,6 +54,14 @@ def overwritten(ttgir: str) -> list[str]:
     return found
 
 
+def _tiles_of(rows: int, columns: int) -> str:
+    """The type of a descriptor that the host makes for a kernel in Gluon."""
+    from triton.experimental.gluon import language as gl
+
+    block = [1, 1, rows, columns]
+    return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+
+
 def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -67,6 +75,9 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument], values[(i,)] = "constexpr", constants[argument]
+            continue
+        if known.get(argument, "").startswith("tiles "):
+            signature[argument] = _tiles_of(*map(int, known[argument].split()[1:]))
             continue
         signature[argument] = known.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
         if argument.endswith("_ptr") or "stride" in argument or argument == "row_plane":

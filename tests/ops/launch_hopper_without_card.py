@@ -1,7 +1,8 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
-`python -m tests.ops.launch_hopper_without_card HEAD_SIZE`: kernels are compiled for sm_90, and each launch is compared
-with the signature of its kernel.
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [joint | save_lower | MECHANISM]`: kernels are compiled for
+sm_90, and each launch is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in
+Gluon and in Triton.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 import torch
 import triton
 
-from lssar.ops.fused import hopper, op, tiles
+import lssar
+from lssar.ops.fused import hopper, op, tiles, window_op
 from tests.ops import launch_without_card
 
 LAUNCHED: list[dict] = []
@@ -46,19 +48,45 @@ class Driver(launch_without_card.Driver):
     launcher_cls = Launcher
 
 
-def main(D: int) -> None:
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def tile_for(kernel: str, d: int, itemsize: int) -> tiles.Tile:
+    return tiles.HOPPER[tiles.key_of(kernel, d, itemsize)]
+
+
+def run_windows(D: int, mechanism: str) -> None:
+    every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS)
+    window_op.tile_for = tile_for
+    q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
+    do = draw(2, 4, 64, D)
+    options = (None, None, lssar.spec(mechanism).literal, True, None, None, 50)
+    for chosen in (frozenset(), every):
+        window_op.HOPPER_FORWARD = window_op.HOPPER_QUERY_GRADIENT = window_op.HOPPER_KEY_GRADIENT = chosen
+        for _ in range(2):
+            o, rows, key_scale = window_op._forward(q, k, v, *options)
+            window_op._backward(q, k, v, o, do, rows, key_scale, *options)
+
+
+def main(D: int, mechanism: str | None = None) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.current_device = lambda: 0
     op.hopper_kernels = lambda d, part: hopper if d == 128 or part == "backward" else None
-    tiles.tile_for = lambda kernel, d, itemsize: tiles.HOPPER[tiles.key_of(kernel, d, itemsize)]
-    draw = lambda *shape: torch.randn(shape).bfloat16()  # noqa: E731
+    tiles.tile_for = tile_for
+    if mechanism is not None:
+        run_windows(D, mechanism)
+        print(json.dumps({"launched": LAUNCHED}))
+        return
     q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
     options = (None, 15.0, None, True, None, None, None)
     for do in (draw(2, 4, 64, D), draw(2, 4, 64, D), draw(1, 4, 64, D).expand(2, -1, -1, -1)):
-        o, rows = op.run_forward(q, k, v, *options)
-        op.run_backward(q, k, v, o, do, rows, *options)
+        o, *saved = op.run_forward(q, k, v, *options, training=True)
+        op.run_backward(q, k, v, o, do, *saved, *options)
     print(json.dumps({"launched": LAUNCHED}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    op.JOINT_GRADIENT = "joint" in sys.argv
+    op.SAVE_LOWER = "save_lower" in sys.argv
+    main(int(sys.argv[1]), *(word for word in sys.argv[2:] if word not in ("joint", "save_lower")))

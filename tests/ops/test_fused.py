@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from tests.helpers import eager, eager_runs, seeded, with_gradients
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from lssar.ops.fused import decode, op, tiles  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -316,6 +320,35 @@ def test_decode_tolerance_bounds_the_error():
         assert off <= tolerance * v.abs().max()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)], ids=["fp16", "bf16"])
+def test_decode_of_half_types_keeps_cosines_finely(dtype, bound):
+    """Gains of either sign raise scores, and with them what a rounded cosine costs; a loose selection costs nothing."""
+    q, k, v, _ = tensors(Hq=4, Hkv=2, Lq=1, Lk=2000, D=64, dtype=dtype)
+    gain = torch.tensor([4.0, -3.0, 1.0, 0.5], device=DEVICE)
+    k[:, :, ::7] += 2 * q[:, ::2]
+    exact = fused_decode(*(x.float() for x in (q, k, v)), p=15, gain=gain, tolerance=0.0)
+    for tolerance in (0.0, 2.0**-10):
+        o = fused_decode(q, k, v, p=15, gain=gain, tolerance=tolerance)
+        assert (o.float() - exact).norm() < bound * exact.norm(), tolerance
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_decode_with_offsets_of_64_bits(page, monkeypatch):
+    q, k, v, _ = tensors(Hq=4, Hkv=2, Lq=1, Lk=90, D=20)
+    table, cache = None, (k, v)
+    if page:
+        table = torch.randperm(6 * k.shape[0], device=DEVICE).view(-1, 6).int()
+        cache = paged(k, table, page), paged(v, table, page)
+    lengths = torch.full((k.shape[0],), 90, device=DEVICE)
+    call = partial(fused_decode, q, *cache, p=15, lengths=lengths, block_table=table)
+    expected = call()
+    found = []
+    cache_of = decode.cache_of
+    monkeypatch.setattr(decode, "cache_of", lambda *a: found.append(cache_of(*a)) or replace(found[-1], wide=True))
+    assert torch.equal(call(), expected)
+    assert [x.wide for x in found] == [False]
+
+
 def test_decode_of_unit_keys():
     q, k, v, _ = tensors(Lq=1, Lk=70)
     unit = k / k.norm(dim=-1, keepdim=True)
@@ -376,6 +409,24 @@ def test_gpu_what_rows_see(view, D, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not op.hopper_kernels(64, "backward"), reason="written for Hopper")
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("view", ["causal", "full", "window", "pack", "padding"])
+def test_gpu_joint_gradient(view, D, monkeypatch):
+    """One kernel for dq, dk and dv, in the tile of the table."""
+    monkeypatch.setattr(op, "JOINT_GRADIENT", True)
+    started, launch = [], op.launch
+    monkeypatch.setattr(op, "launch", lambda name, *x: started.append(name) or launch(name, *x))
+    options = {key: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for key, x in LONG_VIEWS[view].items()}
+    for p in (15, None):
+        compare(*tensors(B=1 if view == "pack" else 2, Hq=4, Hkv=2, Lq=300, D=D, dtype=torch.bfloat16), p=p, **options)
+    assert tiles.JOINT in started and "key_gradient_hopper" not in started
+    if view == "causal":
+        for Lq, Lk in ((1, 300), (70, 300), (129, 257), (1024, 1024)):
+            test_gpu_fewer_rows_than_keys(Lq, Lk, D)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 300), (70, 300), (129, 257), (1024, 1024)])
 def test_gpu_fewer_rows_than_keys(Lq, Lk, D):
@@ -385,7 +436,11 @@ def test_gpu_fewer_rows_than_keys(Lq, Lk, D):
 @pytest.mark.gpu
 def test_gpu_same_bits_every_run():
     q, k, v, do = tensors(B=2, Hq=4, Hkv=2, Lq=777, D=64, dtype=torch.bfloat16)
-    runs = [with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do) for _ in range(3)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do) for _ in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0]))
 

@@ -19,7 +19,7 @@ from tests.ops.compile_for_hopper import compile_kernel, overwritten
 pytest.importorskip("triton")
 from lssar.ops.fused.linear import Plan
 from lssar.ops.fused.loss import BLOCK, WARPS
-from lssar.ops.fused.tiles import HOPPER, WINDOW_KINDS, WINDOW_PARTS, Tile
+from lssar.ops.fused.tiles import HOPPER, JOINT, WINDOW_KINDS, WINDOW_PARTS, Tile
 from lssar.ops.fused.window_op import _mechanism
 
 SEEN = {"CAUSAL": True, "WINDOWED": True, "PACKED": True, "HAS_LENGTHS": True}
@@ -34,9 +34,10 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
         "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
-        "REPAIR": "repair" in mechanism, "SHORT": True,
+        "REPAIR": "repair" in mechanism, "SHORT": True, "SAVE_LOWER": "training" in mechanism,
+        "DEFERRED": tile.deferred,
     }  # fmt: skip
-    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
+    types = {"k_ptr": "*fp16", "q_ptr": "*fp16" if kernel in ("forward_kernel", "query_gradient_kernel") else "*bf16"}
     return compile_kernel(module, kernel, constants, cache, **types)
 
 
@@ -67,6 +68,9 @@ def compile_window(part, kind, D, tile, cache):
         constants |= {f"{name}_STEP": D for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV")}
     module = "window" if part == "forward" else "window_backward"
     types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
+    if tile.tma:
+        block = [1, 1, tile.m if part == "key_gradient" else tile.n, D]
+        types |= dict.fromkeys(("q_tiles", "k_tiles", "v_tiles", "do_tiles"), f"tensordesc<bf16{block}>")
     return compile_kernel(f"lssar.ops.fused.{module}", f"{part}_kernel", constants, cache, **types)
 
 
@@ -78,8 +82,10 @@ def compile_from_table(kernel, D, tile, cache):
     name = kernel.removeprefix("activation_") + "_kernel"
     if name != f"{kernel}_kernel":
         return compile_activation(name, D, "sigmoid", 0, tile, cache)
-    module = "forward" if kernel == "forward" else "backward"
-    return compile_lssar(f"lssar.ops.fused.{module}", name, D, "lssar, steep", tile, cache)
+    if kernel.startswith("forward"):
+        mechanism = "lssar, steep, training" if kernel == "forward_training" else "lssar, steep"
+        return compile_lssar("lssar.ops.fused.forward", "forward_kernel", D, mechanism, tile, cache)
+    return compile_lssar("lssar.ops.fused.backward", name, D, "lssar, steep", tile, cache)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,8 @@ def compile_from_table(kernel, D, tile, cache):
         ("forward_kernel", 128, "lssar, steep"),
         ("key_gradient_kernel", 64, "lssar, steep"),
         ("query_gradient_kernel", 64, "lssar, steep, any power, gain"),
+        ("forward_kernel", 128, "lssar, steep, training"),
+        pytest.param("forward_kernel", 64, "lssar, steep, training", marks=pytest.mark.slow),
         pytest.param("forward_kernel", 128, "lssar, steep, any power, gain", marks=pytest.mark.slow),
         pytest.param("key_gradient_kernel", 128, "lssar, any power", marks=pytest.mark.slow),
         pytest.param("forward_kernel", 64, "lssa", marks=pytest.mark.slow),
@@ -102,6 +110,41 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
     assert made["wgmma"] > 0
     assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
+
+
+@pytest.mark.parametrize(
+    ("D", "mechanism"),
+    [
+        (64, "lssar, steep"),
+        pytest.param(128, "lssar, steep", marks=pytest.mark.slow),
+        pytest.param(64, "lssar, any power", marks=pytest.mark.slow),
+        pytest.param(128, "lssa", marks=pytest.mark.slow),
+    ],
+)
+def test_joint_gradient(D, mechanism, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    tile = HOPPER[JOINT, D, 2]
+    made = compile_lssar("lssar.ops.fused.hopper", "joint_gradient_kernel", D, mechanism, tile, tmp_path)
+    assert made["shared"] <= MULTIPROCESSOR - 1024
+    assert made["wgmma"] > 0
+    assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
+
+
+@pytest.mark.parametrize("kernel", [f"window_{part}_kernel" for part in WINDOW_PARTS])
+@pytest.mark.parametrize(("kind", "D"), [("cosine", 128), pytest.param("softplus", 128, marks=pytest.mark.slow)])
+def test_gluon_of_windows(kernel, kind, D, tmp_path):
+    pytest.importorskip("triton.experimental.gluon")
+    spec, steep = lssar.spec(WINDOW_SPECS[kind]), kind == "softplus"
+    constants = {
+        **_mechanism(spec.literal, spec.p, D, torch.bfloat16), "CAUSAL": True, "PACKED": False, "GAIN": False,
+        "FIXED": kind == "cosine", "GROUP": 1, "STEEP": steep, "BLOCK": 64, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 2,
+        "K_STEP": D, "DK_STEP": D, "DV_STEP": D, "O_STEP": D, "DQ_STEP": D, "warps": 4,
+    }  # fmt: skip
+    types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
+    types |= dict.fromkeys(("q_all", "k_all", "v_all", "do_all"), f"tiles 64 {D}")
+    made = compile_kernel("lssar.ops.fused.hopper", kernel, constants, tmp_path, **types)
+    assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
+    assert made["wgmma"] > 0 and made["barriers left"] == 0
 
 
 def of_the_table(activation, more, in_ci):
@@ -123,6 +166,12 @@ def test_triton(kernel, D, tmp_path):
     made = compile_from_table(kernel, D, HOPPER[kernel, D, 2], tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0 and not made["overwritten"]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_row_values(D, tmp_path):
+    tile = Tile(64, 0, 4 if D == 64 else 8, 0)
+    compile_lssar("lssar.ops.fused.rows", "row_values_kernel", D, "lssar, steep", tile, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +238,8 @@ def test_decode_of_softmax(kernel, tmp_path):
     constants = {
         "split_kernel": {
             "COSINE": False, "LOG_N": False, "SCALE": 0.125, "SMALL": 2.0**-12, "GROUP": 1, "HAS_GAIN": False, "D": 64,
-            "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "DOT": "tf32", "NORMS": "product", "WHOLE": True,
-            "BLOCK_M": 16, "BLOCK_N": 64, "REPEAT": 16, "STAGES": 3,
+            "BLOCK_D": 64, "HAS_LENGTHS": True, "PAGE": 0, "WIDE": False, "DOT": "tf32", "NORMS": "product",
+            "WHOLE": True, "BLOCK_R": 1, "BLOCK_N": 64, "STAGES": 3,
         },
         "combine_kernel": {"COSINE": False, "D": 64, "BLOCK_D": 32, "BLOCK_SPLITS": 64},
         "append_kernel": {"ROTATE": True, "D": 64, "BLOCK": 32},
@@ -199,6 +248,31 @@ def test_decode_of_softmax(kernel, tmp_path):
     types = {**fp32, "lengths_ptr": "*i32", "table_ptr": "*i32", "at_ptr": "*i64"}
     made = compile_kernel("lssar.ops.fused.decode_softmax", kernel, constants, tmp_path, **types)
     assert made["loads"][0] == 0 and made["loads"][1] > 0
+
+
+DECODE = {"GROUP": 4, "Lq": 1, "D": 128, "BLOCK_R": 4, "AHEAD": True, "warps": 4}
+DECODE_KEYS = {
+    "LOG_D": math.log(128), "BLOCK_D": 128, "HAS_LENGTHS": False, "PAGE": 0, "WIDE": False, "LOG_DEGREE": 5,
+    "DOT": "tf32", "HAS_GAIN": False, "BLOCK_N": 64, "STAGES": 3, "FETCH": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        ("score_kernel", DECODE_KEYS | {"NORMS": "product"}),
+        ("value_kernel", DECODE_KEYS | {"P": 15, "REWEIGHT": True, "BLOCK_X": 512, "BLOCK_SPLITS": 64}),
+        ("combine_kernel", {"BLOCK_D": 32, "BLOCK_SPLITS": 64}),
+    ],
+)
+def test_decode(kernel, constants, tmp_path):
+    """Nothing is read before the previous kernel has ended, and the keys of four programs fit a multiprocessor."""
+    fp32 = dict.fromkeys(("sum_ptr", "max_ptr", "o_part_ptr", "z_part_ptr", "z_ptr"), "*fp32")
+    types = {**fp32, "tolerance": "fp32", "x_ptr": "*i16", "list_ptr": "*i32", "lengths_ptr": "*i32"}
+    types["o_ptr"] = "*fp32" if kernel == "value_kernel" else "*bf16"
+    made = compile_kernel("lssar.ops.fused.decode", kernel, DECODE | constants, tmp_path, **types)
+    assert made["loads"][0] == 0 and made["loads"][1] > 0
+    assert 4 * (made["shared"] + 1024) <= MULTIPROCESSOR
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tested", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from lssar.ops.fused import fused_attention, op
+from lssar.ops.fused import fused_attention, op, tiles, window_attention, window_op
+from lssar.ops.fused.tiles import Tile
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
@@ -24,6 +25,17 @@ from tests.ops.test_fused import compare, tensors
 @pytest.fixture
 def hopper(monkeypatch):
     hopper_on_cpu.install(monkeypatch)
+
+
+@pytest.fixture
+def joint(hopper, monkeypatch):
+    """With one kernel for dq, dk and dv; the test fails if it does not run."""
+    started = []
+    launch = op.launch
+    monkeypatch.setattr(op, "JOINT_GRADIENT", True)
+    monkeypatch.setattr(op, "launch", lambda name, *x: started.append(name) or launch(name, *x))
+    yield
+    assert tiles.JOINT in started and "key_gradient_hopper" not in started
 
 
 VIEWS = {
@@ -51,6 +63,90 @@ VIEWS = {
 def test_against_float64(hopper, view, D, p, group, length):
     inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
     compare(*inputs, p=p, note=view, **VIEWS[view])
+
+
+@pytest.mark.parametrize(
+    ("view", "D", "p", "group", "length", "tile"),
+    [
+        ("causal", 64, 15, 2, 190, None),
+        ("full", 128, 3, 2, 130, Tile(64, 128, 8, 3, tma=True)),
+        ("window", 128, 7.25, 1, 150, Tile(64, 128, 8, 3, tma=True, deferred=True)),
+        ("pack", 64, None, 1, 190, Tile(64, 64, 4, 2, tma=True, deferred=True)),
+        ("padding", 64, 15, 1, 190, Tile(64, 64, 4, 2, tma=True)),
+        pytest.param("causal", 128, 15, 4, 520, None, marks=pytest.mark.slow),
+        pytest.param("causal", 64, 15, 1, 520, Tile(64, 64, 4, 3, tma=True, deferred=True), marks=pytest.mark.slow),
+    ],
+)
+def test_joint_gradient(joint, monkeypatch, view, D, p, group, length, tile):
+    if tile:
+        monkeypatch.setitem(tiles.CHOSEN, (tiles.JOINT, D, 2), tile)
+    inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
+    compare(*inputs, p=p, note=view, **VIEWS[view])
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 65])
+def test_joint_gradient_of_lengths(joint, length):
+    test_lengths(joint, length)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
+def test_joint_gradient_not_finite(joint, which):
+    test_not_finite(joint, which)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "fault"),
+    [
+        ("joint_gradient", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
+        ("joint_gradient", "fence_async_shared", "without a fence"),
+        ("joint_gradient", "announce_pair", "not asked for"),
+        ("joint_gradient", "async_copy.wait_group", "before it has arrived"),
+        ("joint_gradient", "end_barriers", "without end_barriers"),
+    ],
+)
+def test_joint_gradient_without_one_step_is_faulty(joint, monkeypatch, where, name, fault):
+    test_kernels_without_one_step_are_faulty(joint, monkeypatch, where, name, fault)
+
+
+@pytest.mark.parametrize("why", ["deterministic", "gain"])
+def test_calls_that_the_joint_gradient_does_not_take(hopper, monkeypatch, why):
+    monkeypatch.setattr(op, "JOINT_GRADIENT", True)
+    monkeypatch.setattr(op, "_joint_gradient", lambda *_: pytest.fail("the joint kernel runs"))
+    q, k, v, do = tensors(Hq=1, Lq=70, D=64, dtype=torch.bfloat16)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(why == "deterministic")
+    try:
+        gain = torch.ones(1) if why == "gain" else None
+        with_gradients(lambda *x: fused_attention(*x, p=15, causal=True, gain=gain), (q, k, v), do)
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize(
+    ("view", "D", "p", "dtype"),
+    [
+        ("causal", 128, 15, torch.bfloat16),
+        ("pack", 64, 3, torch.bfloat16),
+        ("window", 128, 7.25, torch.float16),
+        pytest.param("full", 128, 63, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_dk_and_dv_without_a_pass_over_the_keys(hopper, monkeypatch, view, D, p, dtype):
+    """From what the forward saves; in half types its second product takes weights of the power p - 1."""
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    compare(*tensors(Hq=1, Lq=190, D=D, dtype=dtype), p=p, note=view, **VIEWS[view])
+
+
+def test_values_beyond_the_range_of_sums_when_saving(hopper, monkeypatch):
+    """Where the forward repeats its pass with smaller weights, what it saves is as without, times 2^125."""
+    q, k, v, _ = tensors(Hq=1, Lq=100, D=128, dtype=torch.bfloat16)
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    options = (None, 15.0, None, True, None, None, None)
+    (o, rows, lower), large = (op.run_forward(q, k, v * size, *options, training=True) for size in (1, 2.0**125))
+    near = {"rtol": 2.0**-7, "atol": 2.0**-7}  # a rounding of bfloat16
+    torch.testing.assert_close(large[0] * 2.0**-125, o, **near)
+    torch.testing.assert_close(large[2] * 2.0**-125, lower, **near)
+    torch.testing.assert_close(large[1][..., :100], rows[..., :100], rtol=2.0**-20, atol=0)  # another order of sums
 
 
 def test_float16(hopper):
@@ -137,6 +233,23 @@ def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, f
         with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("program_barrier", "overwritten while it may be in use"),
+        ("load_tile", "not asked for"),
+        ("mbarrier.wait", "before it has arrived"),
+        ("end_barriers", "without end_barriers"),
+    ],
+)
+def test_a_forward_that_saves_is_faulty_without_one_step(hopper, monkeypatch, name, fault):
+    monkeypatch.setattr(op, "SAVE_LOWER", True)
+    monkeypatch.setattr(f"lssar.ops.fused.hopper.forward.{name}", lambda *_, **__: None)
+    q, k, v, _ = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match=fault):
+        op.run_forward(q, k, v, None, 15.0, None, True, None, None, None, training=True)
+
+
 def test_inline_assembly(hopper):
     """The bounds of test_steep.py hold for the PTX too, not only for what the interpreter takes in its place."""
     test_steep.test_short_forms()
@@ -149,6 +262,93 @@ def test_inline_assembly_of_windowed_kernels(hopper, monkeypatch):
     for spec in ("softmax", "cosine softmax"):
         test_window.test_half_types(torch.bfloat16, spec)
     test_window.test_steep_rows(15, monkeypatch)
+
+
+@pytest.fixture
+def window_in_gluon(hopper, monkeypatch):
+    """The number of launches of Gluon kernels of windows."""
+    launched = []
+    start = window_op.start_kernel
+
+    def record(kernel, *arguments):
+        name = kernel.fn.__name__
+        launched.append(name.startswith("window_") and not name.endswith("repair_kernel"))
+        start(kernel, *arguments)
+
+    monkeypatch.setattr(window_op, "start_kernel", record)
+    every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS for D in (64, 128))
+    monkeypatch.setattr(window_op, "HOPPER_KEY_GRADIENT", every)
+    monkeypatch.setattr(window_op, "HOPPER_QUERY_GRADIENT", every)
+    monkeypatch.setattr(window_op, "HOPPER_FORWARD", every)
+    return lambda: sum(launched)
+
+
+@pytest.mark.parametrize(
+    ("spec", "D", "group", "view"),
+    [
+        ("softmax", 64, 2, {"window": 100}),
+        ("cosine softmax", 128, 1, {"window": 70}),
+        ("lssa", 64, 1, {"window": 1}),
+        ("lssar", 128, 2, {"window": 128}),
+        ("lssar", 64, 1, {"window": 40, "causal": False}),
+        ("lssar p=2.5", 64, 2, {"window": 100, "cu_seqlens": torch.tensor([0, 3, 140, 141, 192])}),
+        ("cosine softmax", 64, 3, {"window": 300, "cu_seqlens": torch.tensor([0, 64, 65, 192]), "causal": False}),
+    ],
+)
+def test_windows(window_in_gluon, spec, D, group, view):
+    inputs = test_window.tensors(B=2 - ("cu_seqlens" in view), Hq=group, Lq=192, D=D, dtype=torch.bfloat16)
+    test_window.compare(*inputs, test_window.SPECS[spec], **view)
+    assert window_in_gluon() == (3 if view["window"] <= 129 and view.get("causal", True) else 2)
+
+
+@pytest.mark.parametrize("length", [1, 3, 65, 190])
+def test_forward_of_windows(window_in_gluon, monkeypatch, length):
+    """Rows that end within a tile, and a gain, with which softmax is shifted by its maximum."""
+    q, k, v, do = test_window.tensors(Lq=length, D=64, dtype=torch.bfloat16)
+    for spec in ("softmax", "cosine softmax", "lssar"):
+        test_window.compare(q, k, v, do, test_window.SPECS[spec], window=129)
+    launches = window_in_gluon()
+    gain, view = torch.tensor([0.5, 1.7]), {"causal": True, "window": 100}
+    for name in ("cosine softmax", "lssar"):
+        spec = test_window.SPECS[name]
+        call = lambda *x: window_attention(*x[:3], spec, gain=x[3], **view)  # noqa: B023, E731
+        exact = lambda *x: fuzz_fused.exact_attention(*x, spec, view)  # noqa: B023, E731
+        want = with_gradients(exact, tuple(x.double() for x in (q, k, v, gain)), do.double())
+        got = with_gradients(call, (q, k, v, gain), do)
+        terms = 0.1 * (q.shape[2] * do.double().square().sum() / q.shape[3]).sqrt()  # of gradients, which cancel
+        for part, a, b in zip(("o", "dq", "dk", "dv"), got, want):
+            allowed = 0.012 * max(b.norm(), 0 if part in ("o", "dv") else terms)
+            assert (a - b).norm() <= allowed, f"{name}, {part}"
+        with monkeypatch.context() as triton:
+            triton.setattr(window_op, "HOPPER_QUERY_GRADIENT", frozenset())
+            dgain = with_gradients(call, (q, k, v, gain), do)[4]  # a sum that cancels: both are off by the same
+        assert (got[4] - dgain).norm() <= 0.01 * dgain.norm(), name
+    assert launches == 6 and window_in_gluon() == 12
+
+
+@pytest.mark.parametrize(("Lq", "Lk"), [(64, 190), (128, 40)])
+def test_windows_of_other_keys(window_in_gluon, Lq, Lk):
+    """Blocks of keys that end within a tile, and such as no row sees."""
+    inputs = test_window.tensors(Lq=Lq, Lk=Lk, D=64, dtype=torch.bfloat16)
+    for spec in ("softmax", "lssar"):
+        test_window.compare(*inputs, test_window.SPECS[spec], f"{Lq}, {Lk}", window=20)
+    assert window_in_gluon() == 4  # no forward: tiles of these rows and keys do not begin at the same place
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_windows_of_values_that_are_not_finite(window_in_gluon, spec, which):
+    bad = (torch.nan, torch.inf, -torch.inf)[list(test_window.SPECS).index(spec) % 3]
+    test_window.check_not_finite(spec, torch.bfloat16, which, bad, 70, L=192, D=64, window=50)
+    assert window_in_gluon() == 6
+
+
+@pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
+def test_windows_of_norms_to_the_ends_of_the_range(window_in_gluon, monkeypatch, spec):
+    tensors = test_window.tensors
+    monkeypatch.setattr(test_window, "tensors", lambda **given: tensors(**{**given, "Lq": 64, "D": 64}))
+    test_window.test_norms_to_the_ends_of_the_range(spec, torch.bfloat16)
+    assert window_in_gluon() > 2
 
 
 def test_instructions():

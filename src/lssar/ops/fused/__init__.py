@@ -212,8 +212,8 @@ def fused_decode(
     p, gain: as in fused_attention.
     q (B, Hq, Lq, D). Cache: (B, Hkv, L, D), or pages (num_blocks, block_size, Hkv, D) with block_table (B, max_blocks).
     lengths (B,), int: keys in each row of the batch, the Lq queries' own included; None: the whole cache.
-    tolerance: values of keys whose weights together are below this share of the row's largest weight may be left
-    unread (0: exact).
+    tolerance: values of keys whose weights together are below this share of the row's sum of weights may be left
+    unread, and the others weighted as if they were all (0: exact).
     unit_keys: the cache holds k / |k| already, which saves computing their norms.
     No gradient, no host synchronisation: fit for CUDA graphs.
     """

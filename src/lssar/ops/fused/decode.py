@@ -1,9 +1,9 @@
 """Decode: one or a few query rows of each head against a long key and value cache, split over the keys.
 
-Three kernels: `score_kernel` reads K once and stores scores and each split's sum and maximum; `value_kernel` derives
-the rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
-The query heads of a key head, times the rows, are the R rows of a program. The tensor cores need M >= 16 rows: for
-them each row is repeated M / R times; everything else is computed once.
+Three kernels: `score_kernel` reads K once and stores cosines and each split's sum and maximum of scores; `value_kernel`
+derives the rows' thresholds from those and reads the rows of V whose keys can matter; `combine_kernel` adds the splits.
+The query heads of a key head, times the rows, are the R rows of a program. Products of q and k have the keys as rows
+and the queries as columns, of which the tensor cores take as few as eight.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from lssar.ops.fused.op import power_arguments, power_value
 from lssar.ops.fused.primitives import (
     HIDDEN,
     INTERPRETED,
+    LN2,
+    USE_PTX,
     dot,
     ex2_neg_abs,
     exact_unit_rows,
@@ -43,6 +45,9 @@ SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
 MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory and registers would hold
 REGISTERS = 65536  # of a multiprocessor
 SHARED_MEMORY = 227 * 1024  # a multiprocessor's, where PyTorch does not say
+FETCHED_BYTES = tl.constexpr(64)  # that a request brings to L2
+COSINE_CODES = tl.constexpr(32000.0)  # what cosines are multiplied by as 16-bit integers: leaves room for roundings
+FAR_SCORE = tl.constexpr(1e30)
 
 
 def choose_splits(
@@ -75,13 +80,24 @@ def wait_for_last(AHEAD: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(keys, length, b, h_kv, stride_b, stride_h, stride_l, table_ptr, table_stride, PAGE: tl.constexpr):
-    """Element offsets of cache rows [N], int64. PAGE 0: (B, Hkv, L, D); else (pages, PAGE, Hkv, D) by block table."""
+def cached_rows(ptr, b, h_kv, stride_b, stride_h, columns, PAGE: tl.constexpr):
+    """Pointers [1, D] to which `key_offsets` are added. PAGE 0: cache (B, Hkv, L, D); else (pages, PAGE, Hkv, D)."""
     if PAGE == 0:
-        return b.to(tl.int64) * stride_b + h_kv.to(tl.int64) * stride_h + keys.to(tl.int64) * stride_l
+        ptr += b.to(tl.int64) * stride_b
+    return ptr + h_kv.to(tl.int64) * stride_h + columns[None, :]
+
+
+@triton.jit
+def key_offsets(keys, length, b, stride_b, stride_l, table_ptr, table_stride, PAGE: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets [N, 1] of cache rows; with pages, by block table. WIDE: they need 64 bits."""
+    if PAGE == 0:
+        return ((keys.to(tl.int64) if WIDE else keys) * stride_l)[:, None]
     else:
         page = tl.load(table_ptr + b * table_stride + keys // PAGE, mask=keys < length, other=0)
-        return page.to(tl.int64) * stride_b + h_kv.to(tl.int64) * stride_h + (keys % PAGE).to(tl.int64) * stride_l
+        within = keys % PAGE
+        if WIDE:
+            page, within = page.to(tl.int64), within.to(tl.int64)
+        return (page * stride_b + within * stride_l)[:, None]
 
 
 @triton.jit
@@ -91,27 +107,34 @@ def _visible(rows, length, Lq: tl.constexpr):
 
 
 @triton.jit
-def _row_gains(gain_ptr, h_kv, rows, inside, GROUP: tl.constexpr, Lq: tl.constexpr):
+def _row_scales(
+    gain_ptr, h_kv, rows, n, GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, HAS_GAIN: tl.constexpr
+):
+    """What the cosines of each row are multiplied by for scores [R]."""
+    scale = score_scale(n.to(tl.float32), LOG_D, True)
+    if HAS_GAIN:
+        scale *= _row_gains(gain_ptr, h_kv, rows, GROUP, Lq)
+    return scale
+
+
+@triton.jit
+def _row_gains(gain_ptr, h_kv, rows, GROUP: tl.constexpr, Lq: tl.constexpr):
     """The gain of each row's query head."""
-    return tl.load(gain_ptr + h_kv * GROUP + rows // Lq, mask=inside, other=1.0)
+    return tl.load(gain_ptr + h_kv * GROUP + rows // Lq, mask=rows < GROUP * Lq, other=1.0)
 
 
 @triton.jit
-def _repeat_rows(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [M, N], each row M / R times."""
-    if R == M:
-        return x
-    else:
-        return tl.reshape(tl.broadcast_to(x[:, None, :], [R, M // R, N]), [M, N])
-
-
-@triton.jit
-def _drop_repeats(x, R: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """The inverse of _repeat_rows."""
-    if R == M:
-        return x
-    else:
-        return tl.max(tl.reshape(x, [R, M // R, N]), 1)
+def fetch_lines(row_pointers, wanted, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Ask for rows of D elements (pointers [N, 1] to them) to be brought to L2, where wanted [N]; reads nothing."""
+    if USE_PTX:
+        size: tl.constexpr = row_pointers.dtype.element_ty.primitive_bitwidth // 8
+        piece = tl.arange(0, max(1, BLOCK_D * size // FETCHED_BYTES)) * FETCHED_BYTES
+        address = row_pointers.to(tl.int64) + piece[None, :]
+        do = (wanted[:, None] & (piece < D * size)[None, :]).to(tl.int32)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r", [address, do], tl.int32, False, 1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -124,53 +147,84 @@ def squares(k):
 
 
 @triton.jit
-def _score_keys(
-    q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
-    k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-    D: tl.constexpr, PAGE: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
-    R: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Scores of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
+def fast_rsqrt(x):
+    """Right where x is neither tiny nor huge."""
+    if USE_PTX:
+        return tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.rsqrt(x)
 
+
+@triton.jit
+def _stored_cosine(x, dtype: tl.constexpr):
+    """Cosines as 16-bit integers, which are finer than half floats of scores, or as they are."""
+    if dtype != tl.int16:
+        return x
+    elif USE_PTX:  # rounds and saturates
+        codes = x * COSINE_CODES
+        return tl.inline_asm_elementwise("cvt.rni.s16.f32 $0, $1;", "=h,f", [codes], tl.int16, True, 1)
+    else:
+        codes = tl.minimum(tl.maximum(x * COSINE_CODES, -32767.0), 32767.0)
+        return tl.floor(codes + 0.5).to(tl.int16)
+
+
+@triton.jit
+def _scale_of_stored(scale, dtype: tl.constexpr):
+    if dtype == tl.int16:
+        return scale * (1.0 / COSINE_CODES)
+    else:
+        return scale
+
+
+@triton.jit
+def _score_keys(
+    q, q_scale, row_scale, n, rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
+    k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
+    D: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, PRECISE: tl.constexpr, DOT: tl.constexpr,
+    NORMS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Cosines of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
+
+    q times q_scale are unit vectors; row_scale makes cosines scores.
     NORMS: "unit" (the cache holds unit keys), "robust" (right also near the ends of float32's range), "fast", or
     "product": the tensor cores add the squares, rounded to the keys' type, so that nothing is exchanged between
     threads. That is for bfloat16 (the squares of float16 might overflow); its roundings cancel well enough in the sum.
     Sums stay spread over the N slots of a tile until the end: a reduction in the loop would need a barrier.
     """
     offsets = tl.arange(0, N)
-    total = tl.zeros([R, N], tl.float32)
-    largest = tl.full([R, N], HIDDEN, tl.float32)
-    extreme = tl.zeros([M if NORMS == "product" else 1, N], tl.int32)
-    ones = tl.full([M, columns.shape[0]], 1.0, k_ptr.dtype.element_ty)
+    total = tl.zeros([N, R], tl.float32)
+    largest = tl.full([N, R], HIDDEN, tl.float32)
+    # of the squares
+    lowest = tl.full([N, 1], 1.0, tl.float32)
+    highest = tl.full([N, 1], 1.0, tl.float32)
+    ones = tl.full([columns.shape[0], 1], 1.0, k_ptr.dtype.element_ty)
+    k_rows = cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, columns, PAGE)
+    x_rows = x_ptr + rows[None, :]
     for start in tl.range(lo, stop, N, num_stages=STAGES):
         keys = start + offsets
-        k_at = key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
-        k_mask = (keys < stop)[:, None] & (columns < D)[None, :]
-        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=k_mask, other=0.0)  # [N, D]
+        k_at = key_offsets(keys, length, b, k_stride_b, k_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        inside = (keys < stop)[:, None]
+        k_mask = inside & (columns < D)[None, :]
+        k = tl.load(k_rows + k_at, mask=k_mask, other=0.0)  # [N, D]
+        x = dot(k, tl.trans(q), PRECISION=DOT) * q_scale[None, :]  # [N, R]
         if NORMS == "robust":
-            key_scale = inverse_norms(k.to(tl.float32))[None, :]
-        elif NORMS == "fast":
-            k_float = k.to(tl.float32)
-            square = tl.sum(k_float * k_float, 1)  # [N]
-            key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-            key_scale, square = key_scale[None, :], square[None, :]
-        elif NORMS == "product":
-            square = dot(ones, tl.trans(squares(k)), PRECISION=DOT)  # [M, N], rows alike
-            key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-        if NORMS == "fast" or NORMS == "product":
-            extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop)[None, :])).to(tl.int32)
-        x = dot(q, tl.trans(k), PRECISION=DOT) * row_scale[:, None]  # [M, N]
-        if NORMS == "product":
-            x *= key_scale
-        x = _drop_repeats(x, R, M, N)  # [R, N]
-        if NORMS == "fast" or NORMS == "robust":
-            x *= key_scale
-        x = tl.where(keys[None, :] < tl.minimum(n, stop)[:, None], x, HIDDEN)
-        x_mask = row_inside[:, None] & (keys < stop)[None, :]
-        tl.store(x_ptr + row_at[:, None] * x_stride + keys[None, :], x, mask=x_mask)
+            x *= inverse_norms(k.to(tl.float32))[:, None]
+        elif NORMS != "unit":
+            if NORMS == "product":
+                square = dot(squares(k), ones, PRECISION=DOT)  # [N, 1]
+            else:
+                k_float = k.to(tl.float32)
+                square = tl.sum(k_float * k_float, 1)[:, None]
+            square = tl.where(inside, square, 1.0)
+            lowest = tl.minimum(lowest, square)
+            highest = tl.maximum(highest, square)
+            x *= fast_rsqrt(square)
+        tl.store(x_rows + (keys * R)[:, None], _stored_cosine(x, x_ptr.dtype.element_ty), mask=inside)
+        x = tl.where(keys[:, None] < n[None, :], x * row_scale[None, :], HIDDEN)
         total += x + tl.abs(x) + 2.0 * log2_1p(ex2_neg_abs(x), PRECISE)
         largest = tl.maximum(largest, x)
-    return tl.sum(total, 1), tl.max(largest, 1), tl.max(extreme)
+    extreme = (tl.min(lowest) < 1e-35) | (tl.max(highest) > 1e37)
+    return tl.sum(total, 0), tl.max(largest, 0), extreme
 
 
 @triton.jit(do_not_specialize=["Lk", "split_length", "splits"])
@@ -180,153 +234,193 @@ def score_kernel(
     Hkv, Lk, split_length, splits, gain_ptr,
     HAS_GAIN: tl.constexpr,
     GROUP: tl.constexpr, Lq: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, LOG_DEGREE: tl.constexpr,
+    DOT: tl.constexpr, NORMS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)  # b * Hkv + h_kv
     b, h_kv = head // Hkv, head % Hkv
-    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
+    lo = split * split_length
+    length = Lk
+    if HAS_LENGTHS:  # which the previous kernel may have written
+        wait_for_last(AHEAD)
+        length = tl.load(lengths_ptr + b)
+    stop = tl.minimum(lo + split_length, length)
+    if FETCH and PAGE == 0:  # the first keys, before anything is waited for that is not needed to find them
+        keys = lo + tl.arange(0, 2 * BLOCK_N)
+        at = key_offsets(keys, Lk, b, k_stride_b, k_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        k_first = cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, tl.zeros([1], tl.int32), PAGE)
+        fetch_lines(k_first + at, keys < stop, D, BLOCK_D)
+    if not HAS_LENGTHS:
+        wait_for_last(AHEAD)
     columns = tl.arange(0, BLOCK_D)
-    tile_rows = tl.arange(0, BLOCK_M) // (BLOCK_M // BLOCK_R)  # [M], which of the R rows
-    q_head = (h_kv * GROUP + tile_rows // Lq).to(tl.int64)
-    q_at = b.to(tl.int64) * q_stride_b + q_head * q_stride_h + tile_rows % Lq * q_stride_l
-    q_mask = (tile_rows < GROUP * Lq)[:, None] & (columns < D)[None, :]
-    q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [M, D]
-    q, row_scale = exact_unit_rows(q_raw.to(tl.float32))
-    if q_raw.dtype == tl.float16:  # unit vectors fit fp16 better than powers of two
-        q = q * row_scale[:, None]
-        row_scale = tl.where(row_scale > 0, 1.0, 0.0)
-    q = q.to(q_raw.dtype)
-    row_scale *= score_scale(_visible(tile_rows, length, Lq).to(tl.float32), LOG_D, True)
-    if HAS_GAIN:
-        row_scale *= _row_gains(gain_ptr, h_kv, tile_rows, tile_rows < GROUP * Lq, GROUP, Lq)
     rows = tl.arange(0, BLOCK_R)
     row_inside = rows < GROUP * Lq
+    q_head = (h_kv * GROUP + rows // Lq).to(tl.int64)
+    q_at = b.to(tl.int64) * q_stride_b + q_head * q_stride_h + rows % Lq * q_stride_l
+    q_mask = row_inside[:, None] & (columns < D)[None, :]
+    q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [R, D]
+    q, q_scale = exact_unit_rows(q_raw.to(tl.float32))
+    if q_raw.dtype == tl.float16:  # unit vectors fit fp16 better than powers of two
+        q = q * q_scale[:, None]
+        q_scale = tl.where(q_scale > 0, 1.0, 0.0)
+    q = q.to(q_raw.dtype)
     n = _visible(rows, length, Lq)  # [R]
-    row_at = head.to(tl.int64) * BLOCK_R + rows
-
-    lo = split * split_length
-    stop = tl.minimum(lo + split_length, length)
+    row_scale = _row_scales(gain_ptr, h_kv, rows, n, GROUP, Lq, LOG_D, HAS_GAIN)
+    x_ptr += head.to(tl.int64) * x_stride * BLOCK_R
     total, largest, extreme = _score_keys(
-        q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+        q, q_scale, row_scale, tl.minimum(n, stop), rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
         k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-        D, PAGE, LOG_DEGREE == 0, DOT, NORMS, BLOCK_R, BLOCK_M, BLOCK_N, STAGES,
+        D, PAGE, WIDE, LOG_DEGREE == 0, DOT, NORMS, BLOCK_R, BLOCK_N, STAGES,
     )  # fmt: skip
     if NORMS != "unit":  # noqa: SIM102 (the outer one is decided when compiling)
-        if extreme != 0:
+        if extreme:
+            tl.debug_barrier()  # what follows overwrites what other threads have stored
             total, largest, extreme = _score_keys(
-                q, row_scale, n, row_at, row_inside, k_ptr, x_ptr, x_stride, lo, stop, length, b, h_kv,
+                q, q_scale, row_scale, tl.minimum(n, stop), rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
                 k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-                D, PAGE, LOG_DEGREE == 0, DOT, "robust", BLOCK_R, BLOCK_M, BLOCK_N, 1,
+                D, PAGE, WIDE, LOG_DEGREE == 0, DOT, "robust", BLOCK_R, BLOCK_N, 1,
             )  # fmt: skip
+    row_at = head.to(tl.int64) * BLOCK_R + rows
     tl.store(sum_ptr + row_at * splits + split, total, mask=row_inside)
     tl.store(max_ptr + row_at * splits + split, largest, mask=row_inside)
 
 
 @triton.jit
-def _select_keys(
-    x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
-    P, LOG_DEGREE: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Keys of lo..stop that matter to any row, and their weights, packed from lo on; how many, and sums of all [R]."""
-    offsets = tl.arange(0, N)
-    count = 0
-    z = tl.zeros([R], tl.float32)
-    for start in tl.range(lo, stop, N):
-        keys = start + offsets
-        x_mask = row_inside[:, None] & (keys < stop)[None, :]
-        x = tl.load(x_ptr + row_at[:, None] * x_stride + keys[None, :], mask=x_mask, other=HIDDEN)  # [R, N]
-        root = weight_root(softplus2(x, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
-        weight = tl.where(x > HIDDEN, power(root, P), 0.0)
-        z += tl.sum(weight, 1)
-        needed = tl.max(weight - matters[:, None], 0) > 0  # [N]
-        slot = lo + count + tl.cumsum(needed.to(tl.int32), 0) - 1
-        tl.store(list_ptr + list_at + slot, keys, mask=needed)
-        weight_at = weight_ptr + row_at[:, None] * x_stride + slot[None, :]
-        tl.store(weight_at, weight.to(weight_ptr.dtype.element_ty), mask=row_inside[:, None] & needed[None, :])
-        count += tl.sum(needed.to(tl.int32), 0)
-    return count, z
+def _least_score(matters, slope, intercept, P, PRECISE: tl.constexpr):
+    """A score x [R] below which no weight is above matters [R]; at most a little too low."""
+    root = tl.exp2(tl.log2(matters) / P)
+    a = 0.5 * (root - intercept) / tl.where(slope > 0, slope, 1.0)  # log2(1 + 2^x)
+    series = a * LN2 * (1.0 - a * (0.5 * LN2))
+    below = a + tl.log2(tl.where(a < 0.03125, series, 1.0 - tl.exp2(-a)))  # NaN where a < 0
+    margin = 0.02 + 1e-4 * tl.abs(below)  # far more than roundings
+    return tl.where((a > 0) & (slope > 0), below - margin, tl.where(slope == slope, -FAR_SCORE, FAR_SCORE))
 
 
 @triton.jit(do_not_specialize=["Lk", "split_length", "splits", "tolerance"])
 def value_kernel(
-    x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, list_ptr, weight_ptr, lengths_ptr, table_ptr,
+    x_ptr, v_ptr, sum_ptr, max_ptr, o_ptr, z_ptr, list_ptr, lengths_ptr, table_ptr,
     v_stride_b, v_stride_h, v_stride_l, table_stride, x_stride, Hkv, Lk, split_length, splits, tolerance,
     exponent, gain_ptr, HAS_GAIN: tl.constexpr,
     GROUP: tl.constexpr, Lq: tl.constexpr, P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
-    """With REWEIGHT, first which keys matter, then their values alone, gathered into full tiles."""
+    """With REWEIGHT, first which of BLOCK_X keys matter, then their values alone, gathered into full tiles.
+
+    FETCH: the values of all keys found to matter are requested at once, so that tiles come from L2.
+    """
+    let_next_begin(AHEAD)
     head, split = tl.program_id(0), tl.program_id(1)
     b, h_kv = head // Hkv, head % Hkv
-    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
     rows = tl.arange(0, BLOCK_R)
     row_inside = rows < GROUP * Lq
     columns = tl.arange(0, BLOCK_D)
-    offsets = tl.arange(0, BLOCK_N)
-    n = _visible(rows, length, Lq)  # [R]
     row_at = head.to(tl.int64) * BLOCK_R + rows
-    list_at = head.to(tl.int64) * x_stride
+    x_rows = x_ptr + head.to(tl.int64) * x_stride * BLOCK_R + rows[None, :]
+    list_ptr += head.to(tl.int64) * x_stride
+    v_rows = cached_rows(v_ptr, b, h_kv, v_stride_b, v_stride_h, columns, PAGE)
+    v_first = cached_rows(v_ptr, b, h_kv, v_stride_b, v_stride_h, tl.zeros([1], tl.int32), PAGE)
     lo = split * split_length
-    stop = tl.minimum(lo + split_length, length)
-    let_next_begin(AHEAD)
     wait_for_last(AHEAD)
-
+    length = tl.load(lengths_ptr + b) if HAS_LENGTHS else Lk
+    stop = tl.minimum(lo + split_length, length)
+    n = _visible(rows, length, Lq)  # [R]
+    n_float = n.to(tl.float32)
+    scale = _scale_of_stored(_row_scales(gain_ptr, h_kv, rows, n, GROUP, Lq, LOG_D, HAS_GAIN), x_ptr.dtype.element_ty)
+    o = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    z = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    spoiled = tl.zeros([BLOCK_R], tl.int32)
+    slope = tl.zeros([BLOCK_R], tl.float32)
     if REWEIGHT:
+        power_p = P if P > 0 else exponent
+        some = tl.arange(0, BLOCK_X)
+        # before the sums, which are used first: the two waits become one
+        cosines = tl.load(
+            x_rows + ((lo + some) * BLOCK_R)[:, None], mask=(lo + some < stop)[:, None], other=0
+        )  # [X, R]
         every = tl.arange(0, BLOCK_SPLITS)
         part_at = row_at[:, None] * splits + every[None, :]
         part_mask = row_inside[:, None] & (every < splits)[None, :]
-        total = tl.sum(tl.load(sum_ptr + part_at, mask=part_mask, other=0.0), 1)  # [R]
-        x_max = tl.max(tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN), 1)
-        n_float = n.to(tl.float32)
-        gain_size = tl.abs(_row_gains(gain_ptr, h_kv, rows, row_inside, GROUP, Lq)) if HAS_GAIN else 1.0
-        slope, intercept = weight_line(total, x_max, n_float, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
-        # keys of at most tolerance / n of the largest weight weigh together at most tolerance times that
-        root = weight_root(softplus2(x_max, LOG_DEGREE), slope, intercept, LOG_DEGREE)
-        largest = power(root, P if P > 0 else exponent)
-        matters = tolerance / tl.maximum(n_float, 1.0) * largest
-        count, z = _select_keys(
-            x_ptr, x_stride, list_ptr, weight_ptr, row_at, list_at, row_inside, lo, stop, slope, intercept, matters,
-            P if P > 0 else exponent, LOG_DEGREE, BLOCK_R, BLOCK_X,
-        )  # fmt: skip
-        tl.debug_barrier()  # what one thread listed, others read
-        last = lo + count
-    else:
-        z = tl.zeros([BLOCK_R], tl.float32)
-        last = stop
-
-    o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    spoiled = tl.zeros([BLOCK_R], tl.int32)
-    for start in tl.range(lo, last, BLOCK_N, num_stages=STAGES):
-        slots = start + offsets
-        inside = slots < last
-        mask = row_inside[:, None] & inside[None, :]
-        if REWEIGHT:
-            keys = tl.load(list_ptr + list_at + slots, mask=inside, other=0)
-            weight = tl.load(weight_ptr + row_at[:, None] * x_stride + slots[None, :], mask=mask, other=0.0)  # [R, N]
+        totals = tl.load(sum_ptr + part_at, mask=part_mask, other=0.0)  # [R, splits]
+        tops = tl.load(max_ptr + part_at, mask=part_mask, other=HIDDEN)
+        total, x_max = tl.sum(totals, 1), tl.max(tops, 1)
+        gain_size = tl.abs(_row_gains(gain_ptr, h_kv, rows, GROUP, Lq)) if HAS_GAIN else 1.0
+        slope, intercept = weight_line(total, x_max, n_float, power_p, LOG_D, LOG_DEGREE, gain_size)
+        # The largest weights of the splits add up to at most the row's sum of weights. Keys of at most tolerance / n of
+        # that weigh together at most tolerance times it.
+        roots = weight_root(softplus2(tops, LOG_DEGREE), slope[:, None], intercept[:, None], LOG_DEGREE)
+        least_sum = tl.sum(tl.where(tops > HIDDEN, power(roots, power_p), 0.0), 1)
+        matters = tolerance / tl.maximum(n_float, 1.0) * least_sum
+        least = _least_score(matters, slope, intercept, power_p, LOG_DEGREE == 0) / tl.maximum(tl.abs(scale), 1e-30)
+        least = tl.where(row_inside, least, FAR_SCORE)
+        sign = tl.where(scale < 0, -1, 1)
+        if x_ptr.dtype.element_ty == tl.int16:
+            least = tl.floor(tl.minimum(tl.maximum(least, -40000.0), 40000.0)).to(tl.int32)
         else:
+            sign = sign.to(tl.float32)
+    count = 0  # keys listed
+    done = lo  # where the list is read next
+    for first in tl.range(lo, stop, BLOCK_X if REWEIGHT else split_length):
+        if REWEIGHT:
+            candidates = first + some
+            following = candidates + BLOCK_X
+            cosine = cosines.to(sign.dtype)
+            cosines = tl.load(x_rows + (following * BLOCK_R)[:, None], mask=(following < stop)[:, None], other=0)
+            if HAS_GAIN:  # which may be negative
+                cosine *= sign[None, :]
+            above = cosine > least[None, :]
+            if Lq > 1:
+                above &= candidates[:, None] < n[None, :]
+            needed = (tl.max(above.to(tl.int32), 1) > 0) & (candidates < stop)  # [X]
+            if FETCH:
+                lines = key_offsets(candidates, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
+                fetch_lines(v_first + lines, needed, D, BLOCK_D)
+            slot = lo + count + tl.cumsum(needed.to(tl.int32), 0) - 1
+            tl.store(list_ptr + slot, candidates, mask=needed)
+            ready = count // BLOCK_N * BLOCK_N  # full tiles of what was requested before
+            count += tl.sum(needed.to(tl.int32), 0)
+            tl.debug_barrier()  # what one thread listed, others read
+            last = lo + (count if first + BLOCK_X >= stop else ready)
+        else:
+            last = stop
+        slots = done + tl.arange(0, BLOCK_N)
+        if REWEIGHT:
+            listed = tl.load(list_ptr + slots, mask=slots < last, other=0)
+        for start in tl.range(done, last, BLOCK_N, num_stages=1 if REWEIGHT else STAGES):
+            slots = start + tl.arange(0, BLOCK_N)
+            inside = slots < last
             keys = slots
-            x = tl.load(x_ptr + row_at[:, None] * x_stride + slots[None, :], mask=mask, other=HIDDEN)
-            weight = softplus2(x, LOG_DEGREE)
-            z += tl.sum(weight, 1)
-        at = key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
-        v = tl.load(v_ptr + at[:, None] + columns[None, :], mask=inside[:, None] & (columns < D)[None, :], other=0.0)
-        if Lq > 1:  # some of the last keys are hidden from some rows, and their values may not be finite
-            v, broken = without_broken_rows(v)
-            here = tl.where(inside[None, :] & (keys[None, :] < n[:, None]), broken[None, :], 0)
-            spoiled = tl.maximum(spoiled, tl.max(here, 1))
-        o = dot(_repeat_rows(weight.to(v.dtype), BLOCK_R, BLOCK_M, BLOCK_N), v, o, PRECISION=DOT)  # v: [N, D]
-    o = _drop_repeats(o, BLOCK_R, BLOCK_M, BLOCK_D)  # [R, D]
+            if REWEIGHT:
+                keys = listed
+                listed = tl.load(list_ptr + slots + BLOCK_N, mask=slots + BLOCK_N < last, other=0)
+            at = key_offsets(keys, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
+            v_mask = inside[:, None] & (columns < D)[None, :]
+            v = tl.load(v_rows + at, mask=v_mask, other=0.0)  # [N, D]
+            x = tl.load(x_rows + (keys * BLOCK_R)[:, None], mask=inside[:, None], other=0)  # [N, R]
+            two_a = softplus2(x.to(tl.float32) * scale[None, :], LOG_DEGREE)
+            if REWEIGHT:
+                weight = power(weight_root(two_a, slope[None, :], intercept[None, :], LOG_DEGREE), power_p)
+            else:
+                weight = two_a
+            visible = inside[:, None] & (keys[:, None] < n[None, :])
+            weight = tl.where(visible, weight, 0.0)
+            z += weight
+            if Lq > 1:  # some of the last keys are hidden from some rows, and their values may not be finite
+                v, broken = without_broken_rows(v)
+                spoiled = tl.maximum(spoiled, tl.max(tl.where(visible, broken[:, None], 0), 0))
+            o = dot(tl.trans(weight.to(v.dtype)), v, o, PRECISION=DOT)  # [R, D]
+        done = last
+    z_sum = tl.sum(z, 0)  # [R]
     if REWEIGHT:
-        z = tl.where(slope == slope, z, slope)  # a NaN score spoils the row
-    z = tl.where(spoiled > 0, float("nan"), z)
+        z_sum = tl.where(slope == slope, z_sum, slope)  # a NaN score spoils the row
+    z_sum = tl.where(spoiled > 0, float("nan"), z_sum)
     out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
     tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
-    tl.store(z_ptr + row_at * splits + split, z, mask=row_inside)
+    tl.store(z_ptr + row_at * splits + split, z_sum, mask=row_inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -335,13 +429,17 @@ def combine_kernel(
     GROUP: tl.constexpr, Lq: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight."""
+    """One program a row and BLOCK_D columns: the splits' sums, divided by the row's weight.
+
+    The next kernel may begin when value_kernel has ended: before, its programs would wait beside those of value_kernel.
+    """
     head, row = tl.program_id(0), tl.program_id(1)
     b, h = head // Hkv, head % Hkv * GROUP + row // Lq
     every = tl.arange(0, BLOCK_SPLITS)
     columns = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     part_at = (head * BLOCK_R + row).to(tl.int64) * splits + every
     wait_for_last(AHEAD)
+    let_next_begin(AHEAD)
     z = tl.sum(tl.load(z_part_ptr + part_at, mask=every < splits, other=0.0), 0)
     mask = (every < splits)[:, None] & (columns < D)[None, :]
     o = tl.sum(tl.load(o_part_ptr + part_at[:, None] * D + columns[None, :], mask=mask, other=0.0), 0)  # [D]
@@ -365,6 +463,8 @@ class Plan:
     """How norms of keys are computed: see _score_keys."""
     ahead: bool
     """Overlap the end of each kernel with the beginning of the next (programmatic dependent launch; from Hopper on)."""
+    fetch: bool = True
+    """Ask for keys and values that will be read to be brought to L2."""
     block: int = 64
     """Keys of a tile."""
     stages: int = 3
@@ -383,22 +483,27 @@ class _Cache:
     """Of batch (or page), head, key."""
     table: Tensor
     table_stride: int
+    wide: bool
+    """Whether offsets of keys within a head, or a pool of pages, need 64 bits."""
 
 
 def cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> _Cache:
     order = (0, 1, 2) if block_table is None else (0, 2, 1)
     k_strides, v_strides = (tuple(x.stride(i) for i in order) for x in (k_cache, v_cache))
     if block_table is None:  # any table: never read
-        return _Cache(k_cache.shape[1], k_cache.shape[2], 0, k_strides, v_strides, q, 0)
+        length = k_cache.shape[2]
+        wide = (length + 1024) * max(k_strides[2], v_strides[2]) >= 2**31  # programs look past the end
+        return _Cache(k_cache.shape[1], length, 0, k_strides, v_strides, q, 0, wide)
     page, heads = k_cache.shape[1], k_cache.shape[2]
     table = block_table.contiguous()
-    return _Cache(heads, table.shape[1] * page, page, k_strides, v_strides, table, table.stride(0))
+    wide = any(x[0] * k_cache.shape[0] + x[2] * page >= 2**31 for x in (k_strides, v_strides))
+    return _Cache(heads, table.shape[1] * page, page, k_strides, v_strides, table, table.stride(0), wide)
 
 
 def plan_for(
     q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
-    norms: str | None = None, ahead: bool | None = None, block: int = Plan.block, stages: int = Plan.stages,
-    tiles: int = 1,
+    norms: str | None = None, ahead: bool | None = None, fetch: bool = Plan.fetch, block: int = Plan.block,
+    stages: int = Plan.stages, tiles: int = 1,
 ) -> Plan:  # fmt: skip
     """The plan for queries against `heads` key heads of `length` keys; what is given stays. tiles: how many of `block`
     keys or values a program has in flight at each stage."""
@@ -417,7 +522,7 @@ def plan_for(
         splits = choose_splits(programs, length, tile_bytes, registers, processors, shared_memory)
     if ahead is None:
         ahead = can_overlap(q)
-    return Plan(splits, warps, norms, ahead, block, stages)
+    return Plan(splits, warps, norms, ahead, fetch, block, stages)
 
 
 def decode(
@@ -440,40 +545,41 @@ def decode(
 
     rows = B * cache.heads * block_r
     x_stride = ceil_div(cache.length, 16) * 16
-    scores = q.new_empty((rows, x_stride), dtype=torch.float32)
+    half = q.dtype != torch.float32
+    cosines = q.new_empty(rows * x_stride, dtype=torch.int16 if half else torch.float32)
     sums, largest, weight_sums = q.new_empty((3, rows, splits), dtype=torch.float32).unbind()
     o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
     listed = q.new_empty((B * cache.heads, x_stride) if reweight else 0, dtype=torch.int32)
-    weights = q.new_empty((rows, x_stride) if reweight else 0)
     o = torch.empty_like(q)
     counts = q if lengths is None else lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
     gains = q if gain is None else gain.float().contiguous()
     shape: dict[str, Any] = {"GROUP": group, "Lq": Lq, "D": D, "BLOCK_R": block_r, "AHEAD": how.ahead}
+    if how.ahead:
+        shape["launch_pdl"] = True
     common: dict[str, Any] = {
         **shape, "LOG_D": math.log(D), "BLOCK_D": max(16, power_of_two(D)), "HAS_LENGTHS": lengths is not None,
-        "PAGE": cache.page, "LOG_DEGREE": 0 if q.dtype == torch.float32 else 5, "BLOCK_M": max(16, block_r),
-        "DOT": "ieee" if q.dtype == torch.float32 else "tf32", "HAS_GAIN": gain is not None,
-        "BLOCK_N": how.block, "STAGES": how.stages, "num_warps": how.warps,
+        "PAGE": cache.page, "WIDE": cache.wide, "LOG_DEGREE": 5 if half else 0, "DOT": "tf32" if half else "ieee",
+        "HAS_GAIN": gain is not None, "BLOCK_N": how.block, "STAGES": how.stages, "num_warps": how.warps,
+        "FETCH": how.fetch,
     }  # fmt: skip
-    following = {"launch_pdl": True} if how.ahead else {}
     grid = (B * cache.heads, splits)
     extent = (cache.table_stride, x_stride, cache.heads, cache.length, split_length, splits)
 
     arguments: tuple[Any, ...] = (
-        q, k_cache, scores, sums, largest, counts, cache.table, *q.stride()[:3], *cache.k_strides, *extent, gains,
+        q, k_cache, cosines, sums, largest, counts, cache.table, *q.stride()[:3], *cache.k_strides, *extent, gains,
     )  # fmt: skip
     start_kernel(score_kernel, grid, arguments, {"NORMS": how.norms, **common})
     arguments = (
-        scores, v_cache, sums, largest, o_parts, weight_sums, listed, weights, counts, cache.table, *cache.v_strides,
-        *extent, float(tolerance), exponent, gains,
+        cosines, v_cache, sums, largest, o_parts, weight_sums, listed, counts, cache.table, *cache.v_strides, *extent,
+        float(tolerance), exponent, gains,
     )  # fmt: skip
     constants = {
         "P": constant_power, "REWEIGHT": reweight, "BLOCK_X": max(64, min(512, 2048 // block_r)),
-        "BLOCK_SPLITS": power_of_two(splits), **common, **following,
+        "BLOCK_SPLITS": power_of_two(splits), **common,
     }  # fmt: skip
     start_kernel(value_kernel, grid, arguments, constants)
     columns = min(common["BLOCK_D"], 32)
-    constants = {"BLOCK_D": columns, "BLOCK_SPLITS": power_of_two(splits), "num_warps": 4, **shape, **following}
+    constants = {"BLOCK_D": columns, "BLOCK_SPLITS": power_of_two(splits), "num_warps": 4, **shape}
     arguments = (o_parts, weight_sums, o, *o.stride()[:3], cache.heads, splits)
     start_kernel(combine_kernel, (B * cache.heads, group * Lq, ceil_div(D, columns)), arguments, constants)
     return o

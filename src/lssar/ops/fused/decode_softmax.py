@@ -3,8 +3,8 @@
 `split_kernel` computes each split's maximum, sum of weights and weighted values in one pass over K and V, and
 `combine_kernel` adds the splits; with one split, as for the ring of a short window, the first kernel writes the output.
 `append_kernel` rotates q and k of a new token and writes k and v to their places in the cache.
-The query heads of a key head are the R rows of a program. The tensor cores need M >= 16 rows: each row is repeated
-M / R times. Shape letters in tile comments: M rows, N keys, D head size.
+The query heads of a key head are the R rows of a program. Products have the keys as rows where that saves work, as in
+decode.py. Shape letters in tile comments: R rows, N keys, D head size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.decode import (
     cache_of,
+    cached_rows,
     can_overlap,
+    fast_rsqrt,
     key_offsets,
     let_next_begin,
     plan_for,
@@ -42,48 +44,55 @@ PLANES = 3
 def _attend(
     q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
     v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, DOT: tl.constexpr,
-    NORMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    COSINE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    DOT: tl.constexpr, NORMS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Over keys lo..stop: weighted values [M, D], sum of weights and largest score [M], and whether the norm of a key
+    """Over keys lo..stop: weighted values [R, D], sum of weights and largest score [R], and whether the norm of a key
     was near the ends of float32's range. NORMS is as in decode.py; scores without cosine are scaled after the largest
     is subtracted, so that they cannot overflow."""
     offsets = tl.arange(0, N)
-    highest = tl.full([M], -float("inf"), tl.float32)
-    z = tl.zeros([M], tl.float32)
-    o = tl.zeros([M, BLOCK_D], tl.float32)
-    extreme = tl.zeros([M if NORMS == "product" else 1, N], tl.int32)
-    ones = tl.full([M, BLOCK_D], 1.0, k_ptr.dtype.element_ty)
+    highest = tl.full([R], -float("inf"), tl.float32)
+    z = tl.zeros([N, R], tl.float32)  # added up at the end: a reduction needs a barrier
+    o = tl.zeros([BLOCK_D, R], tl.float32)
+    lowest_square = tl.full([N, 1], 1.0, tl.float32)
+    highest_square = tl.full([N, 1], 1.0, tl.float32)
+    ones = tl.full([BLOCK_D, 1], 1.0, k_ptr.dtype.element_ty)
+    k_rows = cached_rows(k_ptr, b, h_kv, k_stride_b, k_stride_h, columns, PAGE)
+    v_rows = cached_rows(v_ptr, b, h_kv, v_stride_b, v_stride_h, columns, PAGE)
     for start in tl.range(lo, stop, N, num_stages=STAGES):
         keys = start + offsets
-        mask = (keys < stop)[:, None] & (columns < D)[None, :]
-        k_at = key_offsets(keys, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, PAGE)
-        k = tl.load(k_ptr + k_at[:, None] + columns[None, :], mask=mask, other=0.0)  # [N, D]
-        v_at = key_offsets(keys, length, b, h_kv, v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, PAGE)
-        v = tl.load(v_ptr + v_at[:, None] + columns[None, :], mask=mask, other=0.0)  # [N, D]
-        x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
+        inside = (keys < stop)[:, None]
+        mask = inside & (columns < D)[None, :]
+        k_at = key_offsets(keys, length, b, k_stride_b, k_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        k = tl.load(k_rows + k_at, mask=mask, other=0.0)  # [N, D]
+        v_at = key_offsets(keys, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
+        v = tl.load(v_rows + v_at, mask=mask, other=0.0)  # [N, D]
+        x = dot(k, tl.trans(q), PRECISION=DOT)  # [N, R]
         if COSINE:
             if NORMS == "robust":
-                key_scale = inverse_norms(k.to(tl.float32))[None, :]
+                key_scale = inverse_norms(k.to(tl.float32))[:, None]
             else:
                 if NORMS == "product":
-                    square = dot(ones, tl.trans(squares(k)), PRECISION=DOT)  # [M, N], rows alike
+                    square = dot(squares(k), ones, PRECISION=DOT)  # [N, 1]
                 else:
-                    square = tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)[None, :]
-                key_scale = tl.where(square > 0, tl.rsqrt(tl.where(square > 0, square, 1.0)), 0.0)
-                extreme |= ((square > 1e37) | ((square < 1e-35) & (keys < stop)[None, :])).to(tl.int32)
-            x = x * key_scale * row_factor[:, None]
-        x = tl.where((keys < stop)[None, :], x, -float("inf"))
+                    square = tl.sum(k.to(tl.float32) * k.to(tl.float32), 1)[:, None]
+                square = tl.where(inside, square, 1.0)
+                lowest_square = tl.minimum(lowest_square, square)
+                highest_square = tl.maximum(highest_square, square)
+                key_scale = fast_rsqrt(square)
+            x = x * key_scale * row_factor[None, :]
+        x = tl.where(inside, x, -float("inf"))
         last = highest
-        highest = tl.maximum(last, tl.max(x, 1))
+        highest = tl.maximum(last, tl.max(x, 0))
         shift = tl.where(highest > -float("inf"), highest, 0.0)
         if COSINE:
-            weight, shrink = ex2(x - shift[:, None]), ex2(last - shift)
+            weight, shrink = ex2(x - shift[None, :]), ex2(last - shift)
         else:
-            weight, shrink = ex2((x - shift[:, None]) * row_factor[:, None]), ex2((last - shift) * row_factor)
-        z = z * shrink + tl.sum(weight, 1)
-        o = dot(weight.to(v.dtype), v, o * shrink[:, None], PRECISION=DOT)
-    return o, z, highest, tl.max(extreme)
+            weight, shrink = ex2((x - shift[None, :]) * row_factor[None, :]), ex2((last - shift) * row_factor)
+        z = z * shrink[None, :] + weight
+        o = dot(tl.trans(v), weight.to(v.dtype), o * shrink[None, :], PRECISION=DOT)
+    extreme = (tl.min(lowest_square) < 1e-35) | (tl.max(highest_square) > 1e37)
+    return tl.trans(o), tl.sum(z, 0), highest, extreme
 
 
 @triton.jit(do_not_specialize=["Lk", "split_length", "splits", "part_plane"])
@@ -93,8 +102,8 @@ def split_kernel(
     Hkv, Lk, split_length, splits, part_plane,
     COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr,
     HAS_GAIN: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LENGTHS: tl.constexpr, PAGE: tl.constexpr,
-    DOT: tl.constexpr, NORMS: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, REPEAT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE: tl.constexpr, DOT: tl.constexpr, NORMS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: there is one split, whose output is final.
 
@@ -107,12 +116,12 @@ def split_kernel(
     b, h_kv = head // Hkv, head % Hkv
     length = tl.minimum(tl.load(lengths_ptr + b), Lk) if HAS_LENGTHS else Lk
     columns = tl.arange(0, BLOCK_D)
-    member = tl.arange(0, BLOCK_M) // REPEAT  # [M], which of the group's query heads
+    member = tl.arange(0, BLOCK_R)  # which of the group's query heads
     h = (h_kv * GROUP + member).to(tl.int64)
     inside = member < GROUP
     q_at = b.to(tl.int64) * q_stride_b + h * q_stride_h
     q_mask = inside[:, None] & (columns < D)[None, :]
-    q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [M, D]
+    q_raw = tl.load(q_ptr + q_at[:, None] + columns[None, :], mask=q_mask, other=0.0)  # [R, D]
     factor = SCALE * LOG2E
     if LOG_N:
         n = tl.maximum(length, 1).to(tl.float32)
@@ -132,17 +141,16 @@ def split_kernel(
     o, z, highest, extreme = _attend(
         q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
         v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-        COSINE, D, BLOCK_D, PAGE, DOT, NORMS, BLOCK_M, BLOCK_N, STAGES,
+        COSINE, D, BLOCK_D, PAGE, WIDE, DOT, NORMS, BLOCK_R, BLOCK_N, STAGES,
     )  # fmt: skip
     if COSINE:  # noqa: SIM102 (the outer one is decided when compiling)
-        if extreme != 0:
+        if extreme:
             o, z, highest, extreme = _attend(
                 q, row_factor, k_ptr, v_ptr, lo, stop, length, b, h_kv, k_stride_b, k_stride_h, k_stride_l,
                 v_stride_b, v_stride_h, v_stride_l, table_ptr, table_stride, columns,
-                COSINE, D, BLOCK_D, PAGE, DOT, "robust", BLOCK_M, BLOCK_N, 1,
+                COSINE, D, BLOCK_D, PAGE, WIDE, DOT, "robust", BLOCK_R, BLOCK_N, 1,
             )  # fmt: skip
-    wanted = inside & (tl.arange(0, BLOCK_M) % REPEAT == 0)
-    o_mask = wanted[:, None] & (columns < D)[None, :]
+    o_mask = inside[:, None] & (columns < D)[None, :]
     if WHOLE:
         o = o / tl.where(z == 0, 1.0, z)[:, None]
         at = b.to(tl.int64) * o_stride_b + h * o_stride_h
@@ -150,9 +158,9 @@ def split_kernel(
     else:
         at = (head.to(tl.int64) * GROUP + member) * splits + split
         tl.store(o_ptr + at[:, None] * D + columns[None, :], o, mask=o_mask)
-        tl.store(part_ptr + at, highest, mask=wanted)
-        tl.store(part_ptr + part_plane + at, z, mask=wanted)
-        tl.store(part_ptr + 2 * tl.cast(part_plane, tl.int64) + at, row_factor, mask=wanted)
+        tl.store(part_ptr + at, highest, mask=inside)
+        tl.store(part_ptr + part_plane + at, z, mask=inside)
+        tl.store(part_ptr + 2 * tl.cast(part_plane, tl.int64) + at, row_factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits", "part_plane"])
@@ -246,7 +254,6 @@ def decode(
     split_length = ceil_div(ceil_div(cache.length, how.splits), how.block) * how.block
     splits = ceil_div(cache.length, split_length)
     whole = splits == 1
-    block_m = max(16, power_of_two(group))
     o_parts = o if whole else q.new_empty((B * Hq, splits, D), dtype=torch.float32)
     parts = q.new_empty(0 if whole else (PLANES, B * Hq, splits), dtype=torch.float32)
     counts = q if lengths is None else lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
@@ -260,8 +267,8 @@ def decode(
     grid = (B * cache.heads, splits)
     more = {
         "GROUP": group, "HAS_GAIN": gain is not None, "HAS_LENGTHS": lengths is not None, "PAGE": cache.page,
-        "NORMS": how.norms, "WHOLE": whole, "BLOCK_M": block_m, "BLOCK_N": how.block,
-        "REPEAT": block_m // power_of_two(group), "STAGES": how.stages, "num_warps": how.warps,
+        "WIDE": cache.wide, "NORMS": how.norms, "WHOLE": whole, "BLOCK_R": power_of_two(group),
+        "BLOCK_N": how.block, "STAGES": how.stages, "num_warps": how.warps,
     }  # fmt: skip
     start_kernel(split_kernel, grid, arguments, constants | more | overlap)
     if not whole:

@@ -142,7 +142,7 @@ def _power_of_two_chain(w, P: tl.constexpr):
 
 
 @triton.jit
-def _compound(u, v):
+def compound(u, v):
     return u + v + u * v
 
 
@@ -166,7 +166,7 @@ def lane_max(x, M: tl.constexpr, N: tl.constexpr):
 @triton.jit
 def lane_compound(t, M: tl.constexpr, N: tl.constexpr):
     """prod(1 + t) - 1 over each row of [M, N], as [M, 4] partial products; tiny t are not lost against 1."""
-    return tl.reduce(tl.reduce(_lanes(t, M, N), 3, _compound), 1, _compound)
+    return tl.reduce(tl.reduce(_lanes(t, M, N), 3, compound), 1, compound)
 
 
 @triton.jit

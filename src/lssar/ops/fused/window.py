@@ -30,6 +30,7 @@ from lssar.ops.fused.primitives import (
     HIDDEN,
     LN2,
     LOG2E,
+    compound,
     dot,
     ex2,
     ex2_neg_abs,
@@ -41,10 +42,8 @@ from lssar.ops.fused.primitives import (
     log2_1p,
     not_finite,
     power,
-    read_tile,
     sigmoid2,
     softplus2,
-    tile_source,
     visible_keys,
     weight_root,
 )
@@ -69,7 +68,7 @@ def key_scale_kernel(
     k_ptr += b * k_stride_b + h * k_stride_h
     k = load_tile(k_ptr, start, Lk, k_stride_l, offsets, tl.arange(0, BLOCK_D), D, True)
     near, down, _ = near_one(k.to(tl.float32), 1.0, False)
-    scale = _norm_in_range(_inverse_length(near, PRECISE) * down)
+    scale = norm_in_range(inverse_length(near, PRECISE) * down)
     tl.store(key_scale_ptr + (b * Hkv + h) * Lk + start + offsets, scale, mask=start + offsets < Lk)
 
 
@@ -101,13 +100,13 @@ def scale_near_one(inverse_norm, SMALL: tl.constexpr):
 
 
 @triton.jit
-def _norm_in_range(inverse_norm):
+def norm_in_range(inverse_norm):
     """1 / |x| that float32 holds as a normal number, or 0."""
     return tl.where(inverse_norm > 0, tl.minimum(tl.maximum(inverse_norm, 1.2e-38), FAR), 0.0)
 
 
 @triton.jit
-def _log2(x, PRECISE: tl.constexpr):
+def log2_of(x, PRECISE: tl.constexpr):
     return tl.log2(x) if PRECISE else lg2(x)
 
 
@@ -116,12 +115,12 @@ def score_factor(n, gain, SCALE: tl.constexpr, LOG_N: tl.constexpr, PRECISE: tl.
     """What q.k (of unit vectors, with cosine) is multiplied by for scores in base e, [M]."""
     factor = n * 0.0 + SCALE
     if LOG_N:
-        factor = SCALE * LN2 * _log2(tl.maximum(n, 1.0), PRECISE)
+        factor = SCALE * LN2 * log2_of(tl.maximum(n, 1.0), PRECISE)
     return factor * gain
 
 
 @triton.jit
-def _inverse_length(x, PRECISE: tl.constexpr):
+def inverse_length(x, PRECISE: tl.constexpr):
     """1 / |x| of rows of x [M, D] whose squares float32 holds; 0 for zero rows."""
     square = tl.sum(x * x, 1)
     some = tl.where(square > 0, square, 1.0)
@@ -161,7 +160,7 @@ def keys_of_rows(
 
 
 @triton.jit
-def _weight_line(total, x_max, n, bound, p, LOG_DEGREE: tl.constexpr):
+def window_line(total, x_max, n, bound, p, LOG_DEGREE: tl.constexpr):
     """Slope and intercept as primitives.weight_line makes them, for a power that is not a constant.
 
     total: sum of 2a; x_max: largest x; bound: of |x|; all [M].
@@ -192,12 +191,31 @@ def weight_power(w, p, P: tl.constexpr, LESS: tl.constexpr):
 
 
 @triton.jit
+def head_source(ptr, tiles, b, h, TMA: tl.constexpr):
+    """What read_head takes: one head of a descriptor of tiles [1, 1, N, D] made by the host, or the head's pointer."""
+    if TMA:
+        return tiles, b, h
+    else:
+        return ptr
+
+
+@triton.jit
+def read_head(source, start, stop, stride, offsets, columns, D: tl.constexpr, TMA: tl.constexpr):
+    """[len(offsets), len(columns)] rows start + offsets of a head, zeros outside."""
+    if TMA:
+        tile = source[0].load([source[1], source[2], start, 0])
+        return tl.reshape(tile, [offsets.shape[0], columns.shape[0]])
+    else:
+        return load_tile(source, start, stop, stride, offsets, columns, D, True)
+
+
+@triton.jit
 def key_tile(
     k_source, key_scale_ptr, start, key_stop, stride, offsets, columns,
     D: tl.constexpr, COSINE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Keys [N, D] and, with cosine, 1 / |k| [N]."""
-    k = read_tile(k_source, start, key_stop, stride, offsets, columns, D, TMA)
+    k = read_head(k_source, start, key_stop, stride, offsets, columns, D, TMA)
     scale = tl.zeros([offsets.shape[0]], tl.float32)
     if COSINE:
         scale = tl.load(key_scale_ptr + start + offsets, mask=start + offsets < key_stop, other=0.0)
@@ -226,6 +244,12 @@ def _row_statistics(
             total += 2.0 * log2_1p(lane_compound(t, M, N), False) + lane_sum(x + tl.abs(x), M, N)
         largest = tl.maximum(largest, lane_max(x, M, N))
     return tl.sum(total, 1), tl.max(largest, 1)
+
+
+@triton.jit
+def product_of_sums(t):
+    """prod(1 + t) - 1 over each row of t [M, N]; tiny t are not lost against 1."""
+    return tl.reduce(t, 1, compound)
 
 
 @triton.jit
@@ -345,7 +369,7 @@ def _weighted_values(
     z = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         k, key_scale = key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
-        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
+        v = read_head(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
         keys = (start + offsets)[None, :]
@@ -371,23 +395,40 @@ def _weighted_values(
     return o, tl.sum(z, 1), shift, highest
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
-def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+@triton.jit
+def store_row_numbers(
+    at, row_plane, inside, shift, z, slope, intercept, KIND: tl.constexpr, COSINE: tl.constexpr, PRECISE: tl.constexpr
+):  # fmt: skip
+    """What the backward needs of each row, but for 1 / |q|."""
+    if KIND == EXP:
+        log_z = tl.where(z > 0, log2_of(tl.where(z > 0, z, 1.0), PRECISE), FAR)
+        tl.store(at, shift + log_z if COSINE else shift, mask=inside)
+        if not COSINE:
+            tl.store(at + row_plane, log_z, mask=inside)
+    else:
+        tl.store(at, slope, mask=inside)
+        tl.store(at + row_plane, intercept, mask=inside)
+        tl.store(at + 2 * row_plane, z, mask=inside)
+
+
+@triton.jit
+def _forward_block(
+    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of rows. FIXED: rows of cosine softmax are shifted by their bound, not by their maximum.
-    STEEP: blocks of steep rows take the short forms."""
+    """Writes the output of a block of rows, and what the backward needs of them."""
     PRECISE: tl.constexpr = LOG_DEGREE == 0
-    first_row, h, b = tl.program_id(0) * BLOCK_M, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    h_kv = (h // GROUP).to(tl.int64)
-    h = h.to(tl.int64)
+    first_row, h_kv = block * BLOCK_M, h // GROUP
+    k_source = head_source(k_ptr + b.to(tl.int64) * k_stride_b + h_kv.to(tl.int64) * k_stride_h, k_tiles, b, h_kv, TMA)
+    v_source = head_source(v_ptr + b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h, v_tiles, b, h_kv, TMA)
+    b, h, h_kv = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     q_ptr += b * q_stride_b + h * q_stride_h
     k_ptr += b * k_stride_b + h_kv * k_stride_h
     v_ptr += b * v_stride_b + h_kv * v_stride_h
@@ -395,8 +436,6 @@ def forward_kernel(
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(
@@ -414,9 +453,9 @@ def forward_kernel(
     at = rows_ptr + (b * Hq + h) * Lq + rows
     row_plane = tl.cast(row_plane, tl.int64)
     if COSINE:
-        inverse_length = _inverse_length(q, PRECISE)
-        row_factor = factor * inverse_length
-        tl.store(at + (1 if KIND == EXP else 3) * row_plane, _norm_in_range(inverse_length * down), mask=rows < Lq)
+        one_over = inverse_length(q, PRECISE)
+        row_factor = factor * one_over
+        tl.store(at + (1 if KIND == EXP else 3) * row_plane, norm_in_range(one_over * down), mask=rows < Lq)
     else:
         row_factor = tl.minimum(tl.maximum(factor * up, 1.0 / FAR), FAR)
     q = q.to(q_raw.dtype)
@@ -427,7 +466,7 @@ def forward_kernel(
             q, row_factor, k_source, key_scale_ptr, k_stride_l, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop,
             columns, D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, STAGES, TMA,
         )  # fmt: skip
-        slope, intercept = _weight_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
+        slope, intercept = window_line(total, x_max, n, tl.abs(factor), p, LOG_DEGREE)
         slope += total * 0.0  # NaN where a score is NaN
     steep, line_slope, line_intercept, line_factor = steep_rows(slope, intercept, row_factor, rows < Lq, p, P, STEEP)
     o, z_row, shift, highest = _weighted_values(
@@ -456,12 +495,55 @@ def forward_kernel(
             key_scale_ptr, k_stride_l, v_stride_l, lo, hi, row_start, row_stop, key_stop,
             KIND, P, COSINE, D, BLOCK_D, BLOCK_M, LOG_DEGREE, DOT,
         )  # fmt: skip
-    if KIND == EXP:
-        log_z = tl.where(z_row > 0, _log2(tl.where(z_row > 0, z_row, 1.0), PRECISE), FAR)
-        tl.store(at, shift + log_z if COSINE else shift, mask=rows < Lq)
-        if not COSINE:
-            tl.store(at + row_plane, log_z, mask=rows < Lq)
-    else:
-        tl.store(at, slope, mask=rows < Lq)
-        tl.store(at + row_plane, intercept, mask=rows < Lq)
-        tl.store(at + 2 * row_plane, z_row, mask=rows < Lq)
+    store_row_numbers(at, row_plane, rows < Lq, shift, z_row, slope, intercept, KIND, COSINE, PRECISE)
+
+
+@triton.jit(do_not_specialize=["Lq", "window"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    k_tiles, v_tiles,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """One program a block of rows. k_tiles, v_tiles: descriptors, with TMA. FIXED: rows of cosine softmax are shifted
+    by their bound, not by their maximum. STEEP: blocks of steep rows take the short forms."""
+    _forward_block(
+        tl.program_id(0), tl.program_id(1), tl.program_id(2), q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr,
+        gain_ptr, p, row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,
+        v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
+        doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles, KIND, P, COSINE, LOG_N, GAIN, FIXED, SCALE, SMALL, GROUP, D,
+        BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, STEEP, BLOCK_M, BLOCK_N, STAGES, TMA,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["Lq", "window", "blocks"])
+def forward_repair_kernel(
+    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
+    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Computes again those of BLOCKS blocks of rows of a head that broken_ptr (B, Hq, blocks) says are not finite."""
+    first, h, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
+    broken_ptr += (b * Hq + h) * blocks
+    some = first + tl.arange(0, BLOCKS)
+    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
+        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
+            if tl.load(broken_ptr + block) > 0:
+                _forward_block(
+                    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+                    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h,
+                    v_stride_l, o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
+                    doc_start_ptr, doc_stop_ptr, 0, 0, KIND, P, COSINE, LOG_N, GAIN, FIXED, SCALE, SMALL, GROUP, D,
+                    BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, STEEP, BLOCK_M, BLOCK_N, 1,
+                    False,
+                )  # fmt: skip

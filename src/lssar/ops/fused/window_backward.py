@@ -15,12 +15,10 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     load_tile,
     not_finite,
-    read_tile,
     rows_of_keys,
     saturate,
     sigmoid2,
     softplus2,
-    tile_source,
     visible_keys,
     weight_root,
 )
@@ -29,10 +27,11 @@ from lssar.ops.fused.window import (
     EXP,
     FAR,
     REWEIGHTED,
-    hide_keys,
+    head_source,
     key_tile,
     keys_of_rows,
     near_one,
+    read_head,
     scale_near_one,
     score_factor,
     steep_rows,
@@ -47,25 +46,24 @@ GAIN_PLANE = tl.constexpr(7)
 
 
 @triton.jit
-def _rest(inverse_norm, SMALL: tl.constexpr):
+def rest_of_norm(inverse_norm, SMALL: tl.constexpr):
     """inverse_norm / scale_near_one(inverse_norm, SMALL), which is what unit vectors still lack."""
     bits = (inverse_norm.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000
     return bits.to(tl.float32, bitcast=True) * (1.0 / SMALL)
 
 
 @triton.jit
-def _to_raw(grad, x, inverse_norm, factor):
-    """Gradient of x [M, D] (float32) from that of its unit vector, times factor [M], and the latter's part along x."""
-    unit = x * inverse_norm[:, None]
+def across(grad, unit, factor):
+    """The part of grad [M, D] across unit vectors, times factor [M]; and its part along them, [M]."""
     along = tl.sum(grad * unit, 1)
-    return (grad - unit * along[:, None]) * (inverse_norm * factor)[:, None], along
+    return (grad - unit * along[:, None]) * factor[:, None], along
 
 
 @triton.jit
 def _hide_both(x, y, keys, row_start, row_stop, masked):
-    """x and y with 0 where the row does not see the key."""
+    """x and y with 0 where the row does not see the key; what says so is broadcast."""
     if masked:
-        seen = (keys >= row_start[:, None]) & (keys < row_stop[:, None])
+        seen = (keys >= row_start) & (keys < row_stop)
         x, y = tl.where(seen, x, 0.0), tl.where(seen, y, 0.0)
     return x, y
 
@@ -79,7 +77,7 @@ def _store_gradient(ptr, value, start, stop, stride, offsets, columns, D: tl.con
 
 
 @triton.jit
-def _saved_numbers(at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr):
+def saved_numbers(at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr):
     """Three numbers a row of the forward, [M]: shift, log2 Z and 0 for EXP, else slope, intercept and Z. Rows past the
     last have no weight."""
     if KIND == EXP:
@@ -185,6 +183,30 @@ def _ended(product):
 
 
 @triton.jit
+def query_terms(
+    x, dp, key_scale, row_factor, first, second, delta, steep, p, keys, row_start, row_stop, masked,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile, g and 2 sigma, [M, N], with cosine times key_scale: for EXP the former is the gradient of scores (and
+    the latter too), else their product is. All arguments are broadcast."""
+    if KIND == EXP:
+        g = dp - delta
+        g *= _exp_weight(x, key_scale, row_factor, first, second, COSINE)
+        if masked:  # values of hidden keys may be anything
+            g = tl.where((keys >= row_start) & (keys < row_stop), g, 0.0)
+        if COSINE:
+            g *= key_scale
+        return g, g
+    else:
+        x = x * key_scale * row_factor
+        root, sigma = _root_and_twice_sigma(x, key_scale, first, second, steep, LOG_DEGREE, STEEP)
+        g = dp - delta
+        if KIND == REWEIGHTED:
+            g *= weight_power(root, p, P, 1)
+        return _hide_both(g, sigma, keys, row_start, row_stop, masked)
+
+
+@triton.jit
 def _query_sums(
     q, do, k_source, v_source, key_scale_ptr, k_stride, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop,
     key_stop, row_factor, first, second, delta, steep, p, columns,
@@ -202,7 +224,7 @@ def _query_sums(
     g_sum = tl.zeros([M, 4], tl.float32)
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         k, key_scale = key_tile(k_source, key_scale_ptr, start, key_stop, k_stride, offsets, columns, D, COSINE, TMA)
-        v = read_tile(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
+        v = read_head(v_source, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         dp = dot(do, tl.trans(v), PRECISION=DOT)  # [M, N]
         masked = (start < full_lo) | (start + N > full_hi)
@@ -210,24 +232,15 @@ def _query_sums(
         operand = _finite_entries(k) if AGAIN else k
         if WIDE:
             operand = operand.to(tl.float32)
+        g, sigma = query_terms(
+            x, dp, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], delta[:, None], steep, p,
+            keys, row_start[:, None], row_stop[:, None], masked, KIND, P, COSINE, LOG_DEGREE, STEEP,
+        )  # fmt: skip
         if KIND == EXP:
-            g = dp - delta[:, None]
-            g *= _exp_weight(x, key_scale[None, :], row_factor[:, None], first[:, None], second[:, None], COSINE)
-            g = hide_keys(g, keys, row_start, row_stop, masked, 0.0)  # values of hidden keys may be anything
-            if COSINE:
-                g *= key_scale[None, :]
             gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
             if BLOCK_D <= 64:
                 gk = _ended(gk)
         else:
-            x = x * key_scale[None, :] * row_factor[:, None]
-            root, sigma = _root_and_twice_sigma(
-                x, key_scale[None, :], first[:, None], second[:, None], steep, LOG_DEGREE, STEEP
-            )
-            g = dp - delta[:, None]
-            if KIND == REWEIGHTED:
-                g *= weight_power(root, p, P, 1)
-            g, sigma = _hide_both(g, sigma, keys, row_start, row_stop, masked)
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
                 g_sum += lane_sum(g, M, N)
@@ -236,11 +249,41 @@ def _query_sums(
 
 
 @triton.jit
+def store_for_keys(
+    ptr, row_plane, inside, first, second, z, raw_factor, up, delta, g_sum, n, steep, p,
+    KIND: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
+):  # fmt: skip
+    """Stores what key_terms takes of rows; returns the mean of g and what the sums of a row are multiplied by, [M]."""
+    if KIND == EXP:
+        if COSINE:
+            _store_three(ptr, row_plane, inside, first, raw_factor, delta * raw_factor)
+        else:
+            shift = tl.minimum(tl.maximum(first * up, -FAR), FAR)
+            _store_three(ptr, row_plane, inside, shift, second, delta)
+        return g_sum, g_sum
+    else:
+        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
+        inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
+        power_factor = p if KIND == REWEIGHTED else 1.0
+        half = LOG2E * power_factor * first * inverse
+        kappa = 2.0 * half
+        _store_line(
+            ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta,
+            saturate(mean * kappa * LN2, tl.float32), p,
+            KIND, LOG_DEGREE,
+        )  # fmt: skip
+        if STEEP:
+            tl.store(ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
+        return mean, half
+
+
+@triton.jit
 def _query_block(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
+    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+    row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l, dq_stride_b, dq_stride_h, dq_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -254,28 +297,24 @@ def _query_block(
     whose delta is not finite: these are all that see an infinity or NaN, since o is NaN there, or have one in dO.
     """
     PRECISE: tl.constexpr = LOG_DEGREE == 0
-    block, h, b = _program(AGAIN)
-    first_row, b = block * BLOCK_M, b.to(tl.int64)
-    h_kv = (h // GROUP).to(tl.int64)
-    h = h.to(tl.int64)
+    first_row, h_kv = block * BLOCK_M, h // GROUP
+    k_source = head_source(k_ptr + b.to(tl.int64) * k_stride_b + h_kv.to(tl.int64) * k_stride_h, k_tiles, b, h_kv, TMA)
+    v_source = head_source(v_ptr + b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h, v_tiles, b, h_kv, TMA)
+    b, h, h_kv = b.to(tl.int64), h.to(tl.int64), h_kv.to(tl.int64)
     q_ptr += b * q_stride_b + h * q_stride_h
-    k_ptr += b * k_stride_b + h_kv * k_stride_h
-    v_ptr += b * v_stride_b + h_kv * v_stride_h
     o_ptr += b * o_stride_b + h * o_stride_h
     do_ptr += b * do_stride_b + h * do_stride_h
     dq_ptr += b * dq_stride_b + h * dq_stride_h
     key_scale_ptr += (b * Hkv + h_kv) * Lk
 
     row_offsets, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    k_source = tile_source(k_ptr, Lk, k_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    v_source = tile_source(v_ptr, Lk, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     rows = first_row + row_offsets
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, row_offsets, columns, D, True)  # [M, D]
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, row_offsets, columns, D, True)  # [M, D]
     at = (b * Hq + h) * Lq + rows
     row_plane = tl.cast(row_plane, tl.int64)
-    first, second, z = _saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
+    first, second, z = saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(
         first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M
@@ -292,7 +331,7 @@ def _query_block(
         down = scale_near_one(inverse_norm, SMALL)
         q = q_raw.to(tl.float32) * down[:, None]
         raw_factor = tl.minimum(tl.maximum(factor * LOG2E * inverse_norm, -FAR), FAR)  # for products with q as it is
-        row_factor = factor * LOG2E * _rest(inverse_norm, SMALL)
+        row_factor = factor * LOG2E * rest_of_norm(inverse_norm, SMALL)
         up = down
     else:
         q, down, up = near_one(q_raw.to(tl.float32), SMALL, False)
@@ -308,34 +347,20 @@ def _query_block(
         KIND, P, COSINE, D, BLOCK_D, BLOCK_M, BLOCK_N, LOG_DEGREE, DOT, WIDE, STAGES, TMA, SHORT, AGAIN,
     )  # fmt: skip
 
-    to_keys_ptr += at
+    mean, half = store_for_keys(
+        to_keys_ptr + at, row_plane, inside, first, second, z, raw_factor, up, delta, g_sum, n, steep, p,
+        KIND, COSINE, LOG_DEGREE, STEEP,
+    )  # fmt: skip
     if KIND == EXP:
         grad = gk
-        if COSINE:
-            _store_three(to_keys_ptr, row_plane, inside, first, raw_factor, delta * raw_factor)
-        else:
-            shift = tl.minimum(tl.maximum(first * up, -FAR), FAR)
-            _store_three(to_keys_ptr, row_plane, inside, shift, second, delta)
     else:
-        mean = tl.where(n > FIRST_ROWS, g_sum / tl.maximum(n, 1.0), 0.0)
-        inverse = tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)
-        power_factor = p if KIND == REWEIGHTED else 1.0
-        half = LOG2E * power_factor * first * inverse
-        kappa = 2.0 * half
         grad = (gk - sk * mean[:, None]) * half[:, None] if KIND == REWEIGHTED else gk * half[:, None]
-        _store_line(
-            to_keys_ptr, row_plane, inside, first, second, z, inverse, raw_factor, delta,
-            saturate(mean * kappa * LN2, tl.float32), p,
-            KIND, LOG_DEGREE,
-        )  # fmt: skip
-        if STEEP:
-            tl.store(to_keys_ptr + STEEP_PLANE * row_plane, tl.where(steep, 1.0, 0.0), mask=inside)
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
-        grad, along = _to_raw(grad, q_raw, inverse_norm, factor)
+        grad, along = across(grad, q_raw * inverse_norm[:, None], inverse_norm * factor)
         if GAIN:
             along *= score_factor(n, 1.0, SCALE, LOG_N, PRECISE)
-            tl.store(to_keys_ptr + GAIN_PLANE * row_plane, along, mask=inside)
+            tl.store(to_keys_ptr + at + GAIN_PLANE * row_plane, along, mask=inside)
     else:
         grad = grad * factor[:, None]
     if AGAIN:
@@ -344,12 +369,12 @@ def _query_block(
     return not_finite(tl.sum(along) if COSINE else tl.sum(grad))
 
 
-@triton.jit(do_not_specialize=["Lq", "Lk", "window"])
+@triton.jit(do_not_specialize=["Lq", "window"])
 def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
     SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -359,62 +384,106 @@ def query_gradient_kernel(
     O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row. WIDE: ds and k are multiplied as float32, not in k's dtype.
+    k_tiles, v_tiles: descriptors, with TMA.
     STEEP: blocks of steep rows take the short forms, and the dk, dv kernel is told which these are.
 
     Q_STEP and so on: strides of rows and keys. As constants they save the registers that hold addresses."""
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
+            block, h, b = _program(AGAIN)
             broken = _query_block(
-                q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
-                row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
+                gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                 v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
                 dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
-                doc_stop_ptr,
+                doc_stop_ptr, k_tiles, v_tiles,
                 KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                 LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
                 TMA and not AGAIN, AGAIN,
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "blocks"])
+def query_gradient_repair_kernel(
+    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
+    row_plane, q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
+    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, STEEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
+):  # fmt: skip
+    """Computes again those of BLOCKS blocks of rows of a head that broken_ptr (B, Hq, blocks) says are not finite."""
+    first, h, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
+    broken_ptr += (b * Hq + h) * blocks
+    some = first + tl.arange(0, BLOCKS)
+    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
+        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
+            if tl.load(broken_ptr + block) > 0:
+                _query_block(
+                    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
+                    gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                    v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
+                    dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                    doc_stop_ptr, 0, 0,
+                    KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED,
+                    HAS_LENGTHS, LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16, 1, False, True,
+                )  # fmt: skip
+
+
 @triton.jit
-def _key_terms(
-    x, dp, key_scale, key_down, key_up, factor, at, row_plane, inside, p, keys, row_start, row_stop, masked, steep,
+def _values_of_rows(
+    at, row_plane, inside, KIND: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr
+):  # fmt: skip
+    """Six numbers a row that key_terms takes, [M, 1]; those that it does not need repeat others."""
+    first = tl.load(at, mask=inside, other=FAR if KIND == EXP else 0.0)[:, None]
+    second = tl.load(at + row_plane, mask=inside, other=FAR if KIND == EXP and not COSINE else 0.0)[:, None]
+    delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+    intercept, mean, inverse = delta, delta, delta
+    if KIND == REWEIGHTED:
+        intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
+        mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
+        if LOG_DEGREE == 0:
+            inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
+    return first, second, delta, intercept, mean, inverse
+
+
+@triton.jit
+def key_terms(
+    x, dp, key_scale, key_down, key_up, factor, first, second, delta, intercept, mean, inverse, p,
+    keys, row_start, row_stop, masked, steep,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
-    """Weights and gradients of scores, both [M, N]; with cosine the latter times what makes products scores."""
+    """Weights and gradients of scores of a tile; with cosine the latter times what makes products scores. first to
+    inverse: as the dq kernel stores them (in _store_three or _store_line). All arguments are broadcast."""
     if KIND == EXP:
-        first = tl.load(at, mask=inside, other=FAR)[:, None]
-        second = tl.load(at + row_plane, mask=inside, other=0.0 if COSINE else FAR)[:, None]
-        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
         if COSINE:
-            weight = ex2(x * second * key_scale[None, :] - first)
+            weight = ex2(x * second * key_scale - first)
             ds = weight * (dp * second - delta)
-            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
         else:
-            weight = ex2(tl.minimum((x - first * key_down) * (factor[:, None] * key_up) - second, 0.0))
+            weight = ex2(tl.minimum((x - first * key_down) * (factor * key_up) - second, 0.0))
             ds = weight * (dp - delta)
-            weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+        weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
     else:
-        slope = tl.load(at, mask=inside, other=0.0)[:, None]
-        to_score = tl.load(at + row_plane, mask=inside, other=0.0)[:, None]
-        delta = tl.load(at + 2 * row_plane, mask=inside, other=0.0)[:, None]
+        slope, to_score = first, second
         scale = 2.0 * slope
         if KIND == REWEIGHTED:
-            intercept = tl.load(at + 3 * row_plane, mask=inside, other=0.0)[:, None]
-            mean = tl.load(at + 4 * row_plane, mask=inside, other=0.0)[:, None]
             line_factor = to_score
             if STEEP:
                 short_slope, short_intercept = short_line(slope, intercept)
                 slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
                 line_factor = tl.where(steep, to_score * TANH_SCALE, to_score)
-            x = x * line_factor * key_scale[None, :]
+            x = x * line_factor * key_scale
             root, sigma = _root_and_twice_sigma(x, 0.5 * to_score, slope, intercept, steep, LOG_DEGREE, STEEP)
             y = weight_power(root, p, P, 1)
             weight = y * root
             scale *= p
             if LOG_DEGREE == 0:
-                inverse = tl.load(at + 5 * row_plane, mask=inside, other=0.0)[:, None]
                 weight *= inverse
                 scale *= inverse
             if LOG_DEGREE == 0:
@@ -422,7 +491,7 @@ def _key_terms(
             else:
                 ds = (dp * scale - delta * scale) * y - mean
         else:
-            x = x * to_score * key_scale[None, :]
+            x = x * to_score * key_scale
             two_a = softplus2(x, LOG_DEGREE)
             sigma = sigmoid2(x, two_a, LOG_DEGREE) * to_score
             weight = two_a * slope
@@ -433,25 +502,25 @@ def _key_terms(
 
 
 @triton.jit
-def _keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL: tl.constexpr):
+def keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL: tl.constexpr):
     """k [N, D] times powers of two that bring it near one; with cosine 1 / |k| and what the unit vectors still lack,
     both [N], else the power and its inverse."""
     if COSINE:
         inverse_norm = tl.load(key_scale_ptr + keys, mask=keys < key_stop, other=0.0)
         down = scale_near_one(inverse_norm, SMALL)
-        return (k.to(tl.float32) * down[:, None]).to(k.dtype), inverse_norm, _rest(inverse_norm, SMALL), 1.0, 1.0
+        return (k.to(tl.float32) * down[:, None]).to(k.dtype), inverse_norm, rest_of_norm(inverse_norm, SMALL), 1.0, 1.0
     else:
         near, down, up = near_one(k.to(tl.float32), SMALL, True)
-        nothing = tl.zeros([keys.shape[0]], tl.float32)
+        nothing = keys.to(tl.float32) * 0.0
         return near.to(k.dtype), nothing, nothing, down, up
 
 
 @triton.jit
 def _key_block(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_tiles, do_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -464,8 +533,8 @@ def _key_block(
     AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see _query_block) contribute
     nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
     """
-    block, h_kv, b = _program(AGAIN)
     first_key = block * BLOCK_N
+    batch, first_head = b, h_kv * group
     h_kv, b = h_kv.to(tl.int64), b.to(tl.int64)
     k_ptr += b * k_stride_b + h_kv * k_stride_h
     v_ptr += b * v_stride_b + h_kv * v_stride_h
@@ -481,7 +550,7 @@ def _key_block(
     )  # fmt: skip
     v = load_tile(v_ptr, first_key, key_stop, v_stride_l, offsets, columns, D, True)  # [N, D]
     k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True)  # [N, D]
-    k, inverse_norm, key_scale, key_down, key_up = _keys_near_one(
+    k, inverse_norm, key_scale, key_down, key_up = keys_near_one(
         k_raw, key_scale_ptr + (b * Hkv + h_kv) * Lk, first_key + offsets, key_stop, COSINE, SMALL
     )
     TURNED: tl.constexpr = BLOCK_N < 64  # sums as [D, N]: the tensor cores of Hopper make 64 rows at once
@@ -492,12 +561,12 @@ def _key_block(
         q_head = q_ptr + b * q_stride_b + h * q_stride_h
         do_head = do_ptr + b * do_stride_b + h * do_stride_h
         rows_head = to_keys_ptr + (b * Hq + h) * Lq
-        q_source = tile_source(q_head, Lq, q_stride_l, D, BLOCK_M, BLOCK_D, TMA)
-        do_source = tile_source(do_head, Lq, do_stride_l, D, BLOCK_M, BLOCK_D, TMA)
+        q_source = head_source(q_head, q_tiles, batch, first_head + member, TMA)
+        do_source = head_source(do_head, do_tiles, batch, first_head + member, TMA)
         for start in tl.range(row_lo // BLOCK_M * BLOCK_M, row_hi, BLOCK_M, num_stages=STAGES):
             rows = start + row_offsets
-            q = read_tile(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
-            do = read_tile(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            q = read_head(q_source, start, Lq, q_stride_l, row_offsets, columns, D, TMA)  # [M, D]
+            do = read_head(do_source, start, Lq, do_stride_l, row_offsets, columns, D, TMA)  # [M, D]
             if AGAIN:
                 q, do = _finite_entries(q), _finite_entries(do)
             x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
@@ -510,23 +579,26 @@ def _key_block(
                 factor = score_factor((row_stop - row_start).to(tl.float32), LOG2E, SCALE, LOG_N, LOG_DEGREE == 0)
             masked = (start < full_lo) | (start + BLOCK_M > full_hi)
             if AGAIN:
-                delta = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
-                row_stop = tl.where(not_finite(delta), row_start, row_stop)
+                of_row = tl.load(rows_head + 2 * row_plane + rows, mask=rows < Lq, other=0.0)
+                row_stop = tl.where(not_finite(of_row), row_start, row_stop)
                 masked = True
             steep = False
             if STEEP_ROWS > 0:
                 steep = True
                 for row in tl.static_range(0, BLOCK_M, min(BLOCK_M, STEEP_ROWS)):
                     steep &= tl.load(rows_head + STEEP_PLANE * row_plane + start + row, start + row < Lq, 1.0) > 0
-            weight, ds = _key_terms(
-                x, dp, key_scale, key_down, key_up, factor, rows_head + rows, row_plane, rows < Lq, p,
-                keys, row_start, row_stop, masked, steep, KIND, P, COSINE, LOG_DEGREE,
-                STEEP_ROWS > 0,
+            first, second, delta, intercept, mean, inverse = _values_of_rows(
+                rows_head + rows, row_plane, rows < Lq, KIND, COSINE, LOG_DEGREE
+            )
+            weight, ds = key_terms(
+                x, dp, key_scale[None, :], key_down, key_up, factor[:, None], first, second, delta, intercept, mean,
+                inverse, p, keys, row_start[:, None], row_stop[:, None], masked, steep,
+                KIND, P, COSINE, LOG_DEGREE, STEEP_ROWS > 0,
             )  # fmt: skip
             if LOG_N and not COSINE:
                 ds *= factor[:, None]
             if AGAIN:
-                weight, ds = _hide_both(weight, ds, keys, row_start, row_stop, masked)
+                weight, ds = _hide_both(weight, ds, keys, row_start[:, None], row_stop[:, None], masked)
             operand = q.to(tl.float32) if WIDE else q
             weight, ds = weight.to(do.dtype), ds.to(operand.dtype)
             if TURNED:
@@ -541,7 +613,8 @@ def _key_block(
         k_raw = load_tile(k_ptr, first_key, key_stop, k_stride_l, offsets, columns, D, True, True)
         if AGAIN:
             k_raw = _finite_entries(k_raw)
-        dk, along = _to_raw(dk, k_raw.to(tl.float32), inverse_norm, LN2 if KIND == EXP else 1.0)  # scores in base 2
+        unit = k_raw.to(tl.float32) * inverse_norm[:, None]
+        dk, along = across(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
     else:
         dk *= LN2 if LOG_N else SCALE
     _store_gradient(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)
@@ -555,7 +628,7 @@ def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
     do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_tiles, do_tiles,
     KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
     SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -565,16 +638,49 @@ def key_gradient_kernel(
     DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them. STEEP_ROWS: rows of a block of the dq
-    kernel, each of which says whether its rows are steep; 0: none does."""
+    kernel, each of which says whether its rows are steep; 0: none does. q_tiles, do_tiles: descriptors, with TMA."""
     broken = True
     for AGAIN in tl.static_range(2):
         if broken:
+            block, h_kv, b = _program(AGAIN)
             broken = _key_block(
-                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
-                q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b, v_stride_h,
-                V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
+                block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
+                row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
                 dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+                q_tiles, do_tiles,
                 KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
                 LOG_DEGREE, DOT, WIDE, 0 if AGAIN else STEEP_ROWS, 16 if AGAIN else BLOCK_M, BLOCK_N,
                 1 if AGAIN else STAGES, TMA and not AGAIN, AGAIN,
             )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["Lq", "Lk", "window", "group", "blocks"])
+def key_gradient_repair_kernel(
+    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
+    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
+    do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
+    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
+    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
+    DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
+):  # fmt: skip
+    """Computes again those of BLOCKS blocks of keys of a head that broken_ptr (B, Hkv, blocks) says are not finite."""
+    first, h_kv, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
+    broken_ptr += (b * Hkv + h_kv) * blocks
+    some = first + tl.arange(0, BLOCKS)
+    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
+        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
+            if tl.load(broken_ptr + block) > 0:
+                _key_block(
+                    block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
+                    row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
+                    v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP,
+                    dv_stride_b, dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
+                    doc_stop_ptr, 0, 0,
+                    KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
+                    LOG_DEGREE, DOT, WIDE, 0, 16, BLOCK_N, 1, False, True,
+                )  # fmt: skip

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, steep_rows, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for, tma_aligned
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
 KEY_BLOCK = 64
 LARGEST_CHAIN = 1024
 """Whole powers up to this are made by multiplications."""
+HOPPER_KEY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
+"""Kinds (of tiles.WINDOW_KINDS) and head sizes whose dk and dv the Gluon kernel computes, where it can."""
+HOPPER_FORWARD: frozenset[tuple[str, int]] = frozenset()
+"""The same for the forward of windows that FORWARD_BLOCK allows."""
+FORWARD_BLOCK = 64
+"""Rows and keys of a tile of the Gluon forward, which takes three tiles of keys."""
+HOPPER_QUERY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
+"""The same for dq."""
+REPAIRED_BLOCKS = 64
+"""Blocks of keys or rows that a program of a repair looks at."""
 LARGEST_SPREAD = 100.0
 """Exponents that weights of cosine softmax may differ by if rows are shifted by their bound (see FIXED)."""
 
@@ -73,8 +87,8 @@ class _Call:
             self.constants["KIND"] == kernels.EXP.value and self.constants["COSINE"] and gain is None
             and q.dtype != torch.float16 and spread < LARGEST_SPREAD
         )  # fmt: skip
-        kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
-        self.tiles = kind if longest <= LONG_WINDOW else f"{kind}_long"
+        self.kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
+        self.tiles = self.kind if longest <= LONG_WINDOW else f"{self.kind}_long"
 
     def key_scale(self, k: Tensor) -> Tensor:
         """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
@@ -90,6 +104,14 @@ class _Call:
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
 
+    def hopper(self, chosen: frozenset[tuple[str, int]], *tensors: Tensor) -> ModuleType | None:
+        """The Gluon kernels if they can run and are chosen; tensors: those that are read by descriptors."""
+        c = self.constants
+        known = (self.kind, self.D) in chosen and not self.wide and (c["COSINE"] or not c["LOG_N"])
+        if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(*tensors) or _expanded(*tensors):
+            return None
+        return op.hopper_kernels(self.D, "backward")
+
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
     ) -> Tile:
@@ -97,12 +119,26 @@ class _Call:
         tile that was used."""
         constants = self.constants | more
         aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
+        aligned &= not _expanded(*in_tiles)
 
         def run(tile, tile_constants):
             del tile_constants["CACHE"]
-            start_kernel(kernel, grid(tile), arguments, constants | tile_constants)
+            rows = tile.m if name == "key_gradient" else tile.n
+            block = [1, 1, rows, self.constants["BLOCK_D"]]
+            tiles = [_descriptor(x, block) if tile_constants["TMA"] else 0 for x in in_tiles]
+            start_kernel(kernel, grid(tile), (*arguments, *tiles), constants | tile_constants)
 
         return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
+
+
+def _expanded(*tensors: Tensor) -> bool:
+    return any(s == 0 and n > 1 for x in tensors for n, s in zip(x.shape, x.stride()))
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    # of an axis of one element any stride will do, but the descriptor has to be able to hold it
+    strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
 
 
 def _forward(
@@ -118,11 +154,42 @@ def _forward(
         q, k, v, o, rows, key_scale, q if gain is None else gain, call.p, rows.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
     )  # fmt: skip
+    hopper = call.hopper(HOPPER_FORWARD, q, k, v)
+    near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1 and (call.Lk - call.Lq) % FORWARD_BLOCK == 0
+    if hopper is not None and near:
+        _forward_in_gluon(call, hopper, q, k, v, o, rows, key_scale, arguments)
+        return o, rows, key_scale
     call.run(
         "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments,
         (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
     )  # fmt: skip
     return o, rows, key_scale
+
+
+def _forward_in_gluon(
+    call: _Call, hopper: ModuleType, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: Tensor, key_scale: Tensor,
+    arguments: tuple,
+) -> None:  # fmt: skip
+    """Write o and rows. arguments: of the Triton kernel."""
+    blocks = ceil_div(call.Lq, FORWARD_BLOCK)
+    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
+    more = {"GAIN": call.gain is not None, "FIXED": call.fixed, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
+    constants = call.constants | more
+    tiles = hopper.tile_arguments(True, (q, FORWARD_BLOCK), (k, FORWARD_BLOCK), (v, FORWARD_BLOCK))[0]
+    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
+    start_kernel(
+        hopper.window_forward_kernel, (blocks, call.Hq, call.B),
+        (
+            broken, o, rows, key_scale, q if call.gain is None else call.gain, call.p, rows.stride(0), *o.stride()[:3],
+            *call.shapes, *tiles,
+        ),
+        {name: x for name, x in constants.items() if name not in left_out} | {"BLOCK": FORWARD_BLOCK, "num_warps": 4},
+    )  # fmt: skip
+    start_kernel(
+        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        (broken, blocks, *arguments),
+        constants | {"BLOCK_M": FORWARD_BLOCK, "BLOCK_N": 32, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
 
 
 def _backward(
@@ -138,29 +205,101 @@ def _backward(
     if do.stride(-1) != 1:
         do = do.contiguous()
     to_keys = q.new_empty((gradients.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
-    arguments = (
-        q, k, v, o, do, dq, rows, to_keys, key_scale, q if gain is None else gain, call.p, rows.stride(0),
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *o.stride()[:2], *do.stride()[:2], *dq.stride()[:2],
-        *call.shapes,
-    )  # fmt: skip
-    tile = call.run(
-        "query_gradient", gradients.query_gradient_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B),
-        arguments, (k, v), GAIN=gain is not None, WIDE=call.wide, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
-        **_steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq),
-    )  # fmt: skip
-    arguments = (
-        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
-        *call.shapes,
-    )  # fmt: skip
-    call.run(
-        "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-        arguments, (q, do), WIDE=call.wide, STEEP_ROWS=tile.m if call.steep else 0,
-        **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv),
-    )  # fmt: skip
+    steep_block = _query_gradient(call, q, k, v, o, do, dq, rows, to_keys, key_scale)
+    _key_gradient(call, q, k, v, do, dk, dv, to_keys, key_scale, steep_block)
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
+
+
+def _query_gradient(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, rows: Tensor, to_keys: Tensor,
+    key_scale: Tensor,
+) -> int:  # fmt: skip
+    """Write dq and to_keys. Returns the rows of a block, each of which says whether it is steep; 0: none."""
+    gain, strides = q if call.gain is None else call.gain, [x.stride()[:2] for x in (q, k, v, o, do, dq)]
+    arguments = (
+        q, k, v, o, do, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *itertools.chain(*strides),
+        *call.shapes,
+    )  # fmt: skip
+    steps = _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)
+    more = {"GAIN": call.gain is not None, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
+    hopper = call.hopper(HOPPER_QUERY_GRADIENT, q, k, v, do)
+    if hopper is None:
+        tile = call.run(
+            "query_gradient", gradients.query_gradient_kernel,
+            lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments, (k, v), WIDE=call.wide, **more,
+            **steps,
+        )  # fmt: skip
+        return tile.m if call.steep else 0
+    tile = tile_for("window_query_gradient_hopper", call.D, call.itemsize)
+    tiles = hopper.tile_arguments(True, (q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))[0]
+    blocks = ceil_div(call.Lq, tile.m)
+    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
+    constants = call.constants | more | {"BLOCK_M": tile.m}
+    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
+    own = {"BLOCK_N": tile.n, "STAGES": tile.stages, "num_warps": tile.warps}
+    own |= {name: steps[name] for name in ("O_STEP", "DQ_STEP")}
+    start_kernel(
+        hopper.window_query_gradient_kernel, (blocks, call.Hq, call.B),
+        (
+            broken, o, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *strides[3], *strides[5],
+            *call.shapes, *tiles,
+        ),
+        {name: x for name, x in constants.items() if name not in left_out} | own,
+    )  # fmt: skip
+    start_kernel(
+        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        (broken, blocks, *arguments),
+        constants | steps | {"WIDE": call.wide, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
+    return tile.m if call.steep else 0
+
+
+def _key_gradient(
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, to_keys: Tensor,
+    key_scale: Tensor, steep_block: int,
+) -> None:  # fmt: skip
+    """Write dk and dv. steep_block: rows of the dq kernel's blocks, each of which says whether it is steep; 0: none."""
+    strides = [x.stride()[:2] for x in (q, k, v, do, dk, dv)]
+    arguments = (
+        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
+        *itertools.chain(*strides), *call.shapes,
+    )  # fmt: skip
+    constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
+    hopper = call.hopper(HOPPER_KEY_GRADIENT, q, v, do)
+    if hopper is not None:
+        tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
+    # whole tiles of rows, each within two blocks of the dq kernel at most
+    if hopper is None or call.Lq % tile.m or 0 < 2 * steep_block < tile.m:
+        call.run(
+            "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
+            arguments, (q, do), STEEP_ROWS=steep_block, **constants,
+        )  # fmt: skip
+        return
+    tiles = hopper.tile_arguments(True, (q, tile.m), (v, tile.n), (do, tile.m))[0]
+    blocks = ceil_div(call.Lk, tile.n)
+    broken = k.new_empty((call.B, call.Hkv, blocks), dtype=torch.int32)
+    constants |= call.constants | {"BLOCK_N": tile.n}
+    own = {"STEEP": steep_block > 0, "GROUP": call.Hq // call.Hkv, "BLOCK_M": tile.m, "STAGES": tile.stages}
+    start_kernel(
+        hopper.window_key_gradient_kernel, (blocks, call.Hkv, call.B),
+        (
+            broken, k, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), *strides[1], *strides[4], *strides[5],
+            *call.shapes, *tiles,
+        ),
+        {name: constants[name] for name in _GLUON_CONSTANTS} | own | {"num_warps": tile.warps},
+    )  # fmt: skip
+    start_kernel(
+        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hkv, call.B),
+        (broken, blocks, *arguments), constants | {"BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+    )  # fmt: skip
+
+
+_GLUON_CONSTANTS = (
+    "KIND", "P", "COSINE", "SCALE", "SMALL", "D", "CAUSAL", "PACKED", "LOG_DEGREE", "BLOCK_N", "K_STEP", "DK_STEP",
+    "DV_STEP",
+)  # fmt: skip
 
 
 def _steps(**tensors: Tensor) -> dict[str, int]:

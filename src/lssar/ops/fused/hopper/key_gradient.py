@@ -58,17 +58,19 @@ ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 
 
 @gluon.jit
-def _fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr):
-    """Start copying the ROW_PLANES values of rows start..start + M; past the last row, of any other rows."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    at = gl.arange(0, ROW_PLANES * M, layout)
+def fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr):
+    """Start copying the first planes of values of rows start..start + M, as many as the ring holds; past the last row,
+    of any other rows."""
+    VALUES: gl.constexpr = ring.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([min(4, VALUES // (32 * gl.num_warps()))], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, VALUES, layout)
     at = (at // M).to(gl.int64) * plane + gl.minimum(start, row_stride - M) + at % M
     pointer_load(ring.index(stage), ptr + gl.max_contiguous(gl.multiple_of(at, 4), 4))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _steep_block(row_values, M: gl.constexpr):
+def steep_block(row_values, M: gl.constexpr):
     """backward.steep_block, from the values of a tile's rows in shared memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     first = gl.max(row_values.slice(6 * M, 1).load(one), 0)
@@ -80,6 +82,7 @@ def _steep_block(row_values, M: gl.constexpr):
 def _weight_and_ds(
     x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -95,9 +98,11 @@ def _weight_and_ds(
         x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     scaled_dp = dp * factor - offset
     if SHORT:
-        weight, y, sigma = short_key_weights(x, slope, intercept, P)
+        weight, y, sigma = short_key_weights(x, slope, intercept, P, 0.5 * key_scale if UNIT_KEYS else 0.5)
     else:
         weight, y, sigma = key_weights(x, slope, intercept, False, P, REWEIGHT, LOG_DEGREE, False)
+        if UNIT_KEYS:
+            sigma = sigma * key_scale
     if MASKED and REWEIGHT and not SHORT:  # in a flat row hidden keys have the weight of all others
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
     ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
@@ -112,6 +117,7 @@ def _weights_and_ds_by_quarters(
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
@@ -136,7 +142,7 @@ def _weights_and_ds_by_quarters(
             row_start, row_stop = row_start[None, :], row_stop[None, :]
         weight, ds = _weight_and_ds(
             xs[i], dps[i], key_scale, row_values, row_start, row_stop, keys, i * (M // 4), M,
-            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT,
+            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT, UNIT_KEYS,
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
@@ -151,44 +157,49 @@ def _weights_and_ds_if_steep(
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
+    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """_weights_and_ds_by_quarters, short if all rows of the tile are steep."""
     if STEEP:
-        if _steep_block(row_values, x.shape[1]):
+        if steep_block(row_values, x.shape[1]):
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, UNIT_KEYS,
             )  # fmt: skip
         else:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, UNIT_KEYS,
             )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, UNIT_KEYS,
         )  # fmt: skip
     return weight, ds
 
 
 @gluon.jit
-def _weights_and_ds(
+def weights_and_ds(
     x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
     doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys."""
+    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys.
+
+    UNIT_KEYS: gradients are times the scale of their key, so that products with the stored keys are those with unit
+    keys.
+    """
     if (start < full_lo) | (start + x.shape[1] > full_hi):
         weight, ds = _weights_and_ds_if_steep(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP, UNIT_KEYS,
         )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_if_steep(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP, UNIT_KEYS,
         )  # fmt: skip
     return weight, ds
 
@@ -209,7 +220,7 @@ def _key_sums(
         start = row_lo + step * M
         stage = (before + step) % STAGES
         fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, start, stage, step < steps)
-        _fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, M)
+        fetch_row_values(row_values, row_stride, row_plane, values_ring, start, stage, M)
     dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
     weight = gl.convert_layout(nothing.to(element), factor_layout)
     ds = weight
@@ -227,11 +238,11 @@ def _key_sums(
         announce_pair(q_tiles, do_tiles, rows_ready, free, step + STAGES - 1 < steps)
         program_barrier()  # every warp is done with the stage before, and has its row values
         load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
-        _fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, M)
-        weight, ds = _weights_and_ds(
+        fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, M)
+        weight, ds = weights_and_ds(
             x, dp, key_scale, values_ring.index(at % STAGES), start, first_key, full_lo, full_hi, Lq, Lk, key_stop,
             window, doc_start_ptr, doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT,
-            LOG_DEGREE, STEEP,
+            LOG_DEGREE, STEEP, False,
         )  # fmt: skip
         dv = warpgroup_mma(weight, do, dv, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)

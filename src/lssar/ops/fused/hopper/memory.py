@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from lssar.ops.fused.primitives import saturate
+from lssar.ops.fused.primitives import INTERPRETED, saturate
 
 # These names changed after Triton 3.6.
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -66,6 +66,20 @@ def announce(tiles, barriers, stage, wanted):
 
 
 @gluon.jit
+def fetch_tiles(tiles, ring, FIRST: gl.constexpr, COUNT: gl.constexpr, barrier, row):
+    """Start loading COUNT tiles from row on into the stages FIRST.. of the ring; one barrier waits for all.
+
+    tiles: a descriptor that the host made, with the batch and the head.
+    """
+    ROWS: gl.constexpr = ring.shape[1]
+    D: gl.constexpr = ring.shape[2]
+    mbarrier.expect(barrier, COUNT * tiles[0].block_type.nbytes)
+    for i in gl.static_range(COUNT):
+        tile = ring.index(FIRST + i).reshape([1, 1, ROWS, D])
+        tile_load(tiles[0], [tiles[1], tiles[2], row + i * ROWS, 0], barrier, tile)
+
+
+@gluon.jit
 def load_tile(tiles, ring, barriers, row, stage, wanted):
     """tiles: a descriptor of one head's rows (tile_descriptor), or one of all heads that the host made, with the batch
     and the head: (descriptor, b, h)."""
@@ -117,3 +131,26 @@ def store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.c
     if ptr.dtype.element_ty == gl.float16:  # whose range a gradient may leave
         value = saturate(value, ptr.dtype.element_ty)
     gl.store(pointers, value.to(ptr.dtype.element_ty), mask=(rows < stop)[:, None])
+
+
+@gluon.jit
+def add_rows(ptr, value, start, stride):
+    """Add value [M, D] to rows start.. of a float32 matrix in device memory, in no fixed order.
+
+    Two neighbouring columns an instruction, without the old values that an atomic addition returns.
+    """
+    M: gl.constexpr = value.shape[0]
+    D: gl.constexpr = value.shape[1]
+    left, right = gl.split(value.reshape([M, D // 2, 2]))
+    layout: gl.constexpr = left.type.layout
+    rows = start + gl.arange(0, M, gl.SliceLayout(1, layout))
+    columns = 2 * gl.arange(0, D // 2, gl.SliceLayout(0, layout))
+    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
+    if INTERPRETED:
+        gl.atomic_add(pointers, left)
+        gl.atomic_add(pointers + 1, right)
+    else:
+        gl.inline_asm_elementwise(
+            "red.relaxed.gpu.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;", "=r,l,f,f",
+            [pointers.to(gl.int64), left, right], gl.int32, False, 1,
+        )  # fmt: skip
