@@ -4,13 +4,11 @@
     PYTHONPATH=src python benchmarks/fused_lab.py sweep forward 64x64x16384 128,64,8,3,128,3 64,64,4,3
     PYTHONPATH=src python benchmarks/fused_lab.py ratios
     PYTHONPATH=src python benchmarks/fused_lab.py parts 64x256x1024
-    PYTHONPATH=src python benchmarks/fused_lab.py saving 64x256x1024
     PYTHONPATH=src python benchmarks/fused_lab.py schedule
     PYTHONPATH=src python benchmarks/fused_lab.py turns 128x16x8192 1 2 4 16
-    PYTHONPATH=src python benchmarks/fused_lab.py joint 128x16x8192
 
-A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma[,deferred]]]]. Every tile
-is checked against a float64 reference before it is timed; a wrong one prints its error and no time.
+A shape is headsize x heads x length; a tile is m,n,warps,stages[,n1,stages1[,registers[,tma]]]. Every tile is checked
+against a float64 reference before it is timed; a wrong one prints its error and no time.
 """
 
 from __future__ import annotations
@@ -77,9 +75,9 @@ def errors(d, length=700, heads=2, p=15.0, dtype=torch.bfloat16):
 def parse_tile(text):
     from lssar.ops.fused.tiles import Tile
 
-    values = [int(x) for x in text.split(",")] + [0, 0, 0, 0, 0]
-    m, n, warps, stages, n1, stages1, registers, tma, deferred = values[:9]
-    return Tile(m, n, warps, stages, n1, stages1, registers or None, bool(tma), deferred=bool(deferred))
+    values = [int(x) for x in text.split(",")] + [0, 0, 0, 0]
+    m, n, warps, stages, n1, stages1, registers, tma = values[:8]
+    return Tile(m, n, warps, stages, n1, stages1, registers or None, bool(tma))
 
 
 def choose(kernel, d, text, itemsize=2):
@@ -95,18 +93,15 @@ def _compile(job):
     kernel, d, text = job
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     started = time.time()
-    tiles = choose(kernel, d, text)
-    save_lower(kernel.startswith("forward_training"), gluon=kernel.endswith("_hopper"))
-    from lssar.ops.fused import op
+    choose(kernel, d, text)
+    from lssar.ops.fused.op import run_backward, run_forward
     from lssar.ops.fused.tune import OPTIONS
 
-    op.JOINT_GRADIENT = kernel == tiles.JOINT
+    q, k, v, do = inputs(d, 2, 256)
     try:
-        for heads in (2, 16):  # Triton compiles again for numbers that 16 divides
-            q, k, v, do = inputs(d, heads, 256)
-            o, *saved = op.run_forward(q, k, v, *OPTIONS, training=True)
-            if not kernel.startswith("forward"):
-                op.run_backward(q, k, v, o, do, *saved, *OPTIONS)
+        o, rows = run_forward(q, k, v, *OPTIONS)
+        if not kernel.startswith("forward"):
+            run_backward(q, k, v, o, do, rows, *OPTIONS)
         torch.cuda.synchronize()
     except Exception as problem:
         return f"{job}: {type(problem).__name__} {str(problem)[:200]}"
@@ -268,85 +263,12 @@ def parts(shapes=SHAPES):
         times = {kernel: bench(run) for kernel, run in record(q, k, v, do).items()}
 
         def both(q=q, k=k, v=v, do=do):
-            o, *saved = run_forward(q, k, v, *OPTIONS, training=True)
-            run_backward(q, k, v, o, do, *saved, *OPTIONS)
+            o, rows = run_forward(q, k, v, *OPTIONS)
+            run_backward(q, k, v, o, do, rows, *OPTIONS)
 
         whole = do_bench_cudagraph(both, rep=60, return_mode="median")
         times |= {"normalisation": whole - sum(times.values()), "both": whole}
         print(shape, *(f"{name} {ms:.3f}" for name, ms in times.items()), sep="  ", flush=True)
-
-
-TRAINING_TILES = {
-    64: (
-        "forward_training 64,32,4,3,128,3,168,1", "forward_training 128,64,8,3,128,3,0,1",
-        "forward_training_hopper 64,64,4,2,0,2,168,1", "forward_training_hopper 64,64,4,2,0,2,0,1",
-        "forward_training_hopper 64,32,4,3,0,2,168,1",
-    ),
-    128: (
-        "forward_training 64,32,4,3,64,3,0,1", "forward_training_hopper 64,64,4,2,0,2,0,1",
-        "forward_training_hopper 64,32,4,3,0,2,0,1", "forward_training_hopper 64,32,4,4,0,3,0,1",
-    ),
-}  # fmt: skip
-TRAINING_SHAPES = (
-    "64x256x1024", "64x128x2048", "128x128x2048", "64x16x8192", "128x16x8192", "64x64x16384", "128x32x16384",
-)  # fmt: skip
-
-
-def save_lower(wanted, gluon=False):
-    """Whether forwards of a training save what dk and dv need of each row; gluon: by that kernel, whatever the size."""
-    from lssar.ops.fused import op
-
-    found = op.hopper_kernels = getattr(op.hopper_kernels, "found", op.hopper_kernels)
-
-    def kernels(d, part):
-        if part == "forward_training":
-            return found(128, part) if gluon else None
-        return found(d, part)
-
-    kernels.found = found
-    op.SAVE_LOWER, op.hopper_kernels = wanted, kernels
-
-
-def saving(shapes=TRAINING_SHAPES):
-    """Milliseconds of a forward that saves what dk and dv need of each row, by tile, and of the kernel that makes the
-    values of rows from it, beside those of the forward and of the dq kernel, of which they take the place."""
-    from lssar.ops.fused import op
-    from lssar.ops.fused.tune import record, run_all
-
-    parsed = [tuple(int(x) for x in shape.split("x")) for shape in shapes]
-    sizes = sorted({d for d, _, _ in parsed})
-    precompile([(*line.split()[:1], d, line.split()[1]) for d in sizes for line in TRAINING_TILES[d]]
-               + [("key_gradient", d, "") for d in sizes])  # fmt: skip
-
-    def use(line, d):
-        kernel, text = line.split() if line else ("forward", "")
-        choose(kernel, d, text)
-        save_lower(bool(line), gluon=kernel.endswith("_hopper"))
-        return kernel
-
-    for d in sizes:
-        for line in ("", *TRAINING_TILES[d]):
-            use(line, d)
-            mine, _ = errors(d, length=333)
-            bad = "" if max(mine) < 0.03 else "   WRONG"
-            print(f"d {d} {line or 'as now'}: errors", *(f"{x:.2e}" for x in mine), bad, flush=True)
-    for shape, (d, heads, length) in zip(shapes, parsed):
-        q, k, v, do = inputs(d, heads, length)
-        use("", d)
-        now = record(q, k, v, do)
-        times = {name: bench(run) for name, run in now.items()}
-        print(f"\n{shape}", *(f"{name} {ms:.3f}" for name, ms in times.items()), sep="  ", flush=True)
-        for line in TRAINING_TILES[d]:
-            kernel = use(line, d)
-            runs = record(q, k, v, do)
-            print(f"  {line}: {bench(runs[kernel]):.3f}" if kernel in runs else f"  {line}: not run here", flush=True)
-        calls, values_of_rows = [], op._row_values
-        op._row_values = lambda *call: calls.append(call) or values_of_rows(*call)  # noqa: B023
-        run_all(q, k, v, do)
-        op._row_values = values_of_rows
-        ms = bench(lambda: values_of_rows(*calls[0]))  # noqa: B023
-        moved = 5 * q.numel() * q.element_size()
-        print(f"  values of rows: {ms:.3f} ({moved / ms / 1e9:.2f} TB/s)", flush=True)
 
 
 def turns(shape, *at_most):
@@ -364,75 +286,6 @@ def turns(shape, *at_most):
                 times.setdefault(kernel, {}).setdefault(most, []).append(bench(run, 25))
     for kernel, by_most in times.items():
         print(shape, kernel, *(f"{most}: {sorted(ms)[1]:.3f}" for most, ms in by_most.items()), sep="  ")
-
-
-JOINT_TILES = {
-    64: ("64,128,8,3,0,0,0,1,1", "64,128,8,3,0,0,0,1,0", "64,64,4,3,0,0,0,1,1", "64,64,4,2,0,0,0,1,0"),
-    128: ("64,128,8,3,0,0,0,1,0", "64,128,8,3,0,0,0,1,1", "64,128,8,2,0,0,0,1,0", "64,64,4,3,0,0,0,1,0"),
-}
-JOINT_SHAPES = (
-    "64x256x1024", "64x128x2048", "128x128x2048", "64x16x8192", "128x16x8192", "64x64x16384", "128x32x16384",
-)  # fmt: skip
-
-
-def joint(shapes=JOINT_SHAPES):
-    """One kernel for dq, dk and dv, by tile, beside two; with the zeros before it and the kernel that finishes dq."""
-    from lssar.ops.fused import op, tiles
-    from lssar.ops.fused.tune import record
-
-    sizes = sorted({int(shape.split("x")[0]) for shape in shapes})
-    kernels = [(tiles.JOINT, d, text) for d in sizes for text in JOINT_TILES[d]]
-    precompile([*kernels, *(("query_gradient_hopper", d, "") for d in sizes)])
-    good = {d: [] for d in sizes}
-    for d in sizes:
-        for text in ("", *JOINT_TILES[d]):
-            op.JOINT_GRADIENT = bool(text)
-            choose(tiles.JOINT, d, text)
-            for length in (700, 1500):
-                poison = [torch.full((2, length, d), torch.nan, device="cuda") for _ in range(24)]
-                del poison  # the allocator hands these blocks out again
-                try:
-                    mine, _ = errors(d, length)
-                except Exception as problem:
-                    print(f"d {d} {text}: {type(problem).__name__} {str(problem)[:300]}")
-                    break
-                wrong = "" if max(mine) < 0.03 else "  WRONG"
-                print(f"d {d} {text or 'two kernels':24s} length {length}: o, dq, dk, dv off by", end=" ")
-                print(*(f"{x:.2e}" for x in mine), wrong, flush=True)
-                if wrong:
-                    break
-            else:
-                good[d] += [text] if text else []
-    start_kernel = op.start_kernel
-    for shape in shapes:
-        d, heads, length = (int(x) for x in shape.split("x"))
-        q, k, v, do = inputs(d, heads, length)
-        op.JOINT_GRADIENT = False
-        choose(tiles.JOINT, d, "")
-        dq, dkv = (bench(run) for name, run in record(q, k, v, do).items() if not name.startswith("forward"))
-        print(f"{shape}: dq {dq:.3f} + dk, dv {dkv:.3f} = {dq + dkv:.3f}", flush=True)
-        op.JOINT_GRADIENT, finish = True, []
-
-        def keep(kernel, *call, finish=finish):
-            if kernel is op.finish_query_gradient_kernel:
-                finish.append(partial(start_kernel, kernel, *call))
-            start_kernel(kernel, *call)
-
-        op.start_kernel = keep
-        sums = torch.empty(heads * length * d, device="cuda")
-        zeros = bench(sums.zero_)
-        del sums
-        for text in good[d]:
-            choose(tiles.JOINT, d, text)
-            alone = bench(record(q, k, v, do)[tiles.JOINT])
-            last = bench(finish[-1])
-            finish.clear()
-            total = zeros + alone + last
-            print(
-                f"  {text:24s} {alone:.3f} + zeros {zeros:.3f} + finish {last:.3f} = {total:.3f}, "
-                f"{(dq + dkv) / total:.2f} times as fast", flush=True,
-            )  # fmt: skip
-        op.start_kernel = start_kernel
 
 
 def host():
@@ -488,10 +341,8 @@ def sweeps(words):
 COMMANDS = {
     "check": check,
     "host": host,
-    "joint": lambda *shapes: joint(shapes or JOINT_SHAPES),
     "parts": lambda *shapes: parts(shapes or SHAPES),
     "ratios": lambda *shapes: ratios(shapes or SHAPES),
-    "saving": lambda *shapes: saving(shapes or TRAINING_SHAPES),
     "schedule": schedule,
     "sweep": lambda *words: sweeps(words),
     "sweep_ratios": lambda *words: ratios(chosen=sweeps(words)),

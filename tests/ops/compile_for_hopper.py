@@ -13,8 +13,8 @@ from tests.helpers import outside_the_interpreter
 
 TYPES = {  # of arguments that are neither bfloat16 pointers nor integers
     "*fp32": (
-        "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "y_ptr", "rows_ptr", "delta_ptr",
-        "mean_ptr", "gain_ptr", "dq_sums_ptr",
+        "sizes_ptr", "block_sizes_ptr", "slope_ptr", "intercept_ptr", "z_ptr", "rows_ptr", "delta_ptr", "mean_ptr",
+        "gain_ptr",
     ),
     "*i32": ("broken_ptr", "key_lengths_ptr", "doc_start_ptr", "doc_stop_ptr"),
     "fp32": ("exponent", "eps"),

@@ -354,9 +354,8 @@ def warpgroup_mma(left, right: Shared, addend, use_acc=True, is_async=False) -> 
 
 
 def warpgroup_mma_wait(pending, deps) -> Any:
-    """Wait for all products but the last `pending`."""
-    ready = len(PROGRAM.products) - _int(pending)
-    for product in PROGRAM.products[:ready]:
+    assert _int(pending) == 0
+    for product in PROGRAM.products:
         if isinstance(product.left, tl.tensor) and not any(x is product.left for x in deps):
             raise Fault("the registers of a factor may be used for something else before the product is done")
         left, right = (x._value() if isinstance(x, Shared) else x for x in (product.left, product.right))
@@ -365,7 +364,7 @@ def warpgroup_mma_wait(pending, deps) -> Any:
             value = np.matmul(left.to(tl.float32).handle.data, right.to(tl.float32).handle.data)
             product.value = tensor(value if addend is None else value + addend.handle.data, tl.float32)
         PROGRAM.read.extend(product.reads())
-    del PROGRAM.products[:ready]
+    PROGRAM.products.clear()
     done = tuple(x.value if isinstance(x, Product) else x for x in deps)
     return done[0] if len(done) == 1 else done
 
@@ -438,8 +437,8 @@ def install(monkeypatch) -> None:
     hopper = importlib.import_module(HOPPER)
     monkeypatch.setattr(fused, "hopper", hopper, raising=False)
     for name in (
-        "memory", "forward", "quarters", "key_gradient", "query_gradient", "joint_gradient", "window_forward",
-        "window_key_gradient", "window_query_gradient",
+        "memory", "forward", "quarters", "key_gradient", "query_gradient", "window_forward", "window_key_gradient",
+        "window_query_gradient",
     ):  # fmt: skip
         module = sys.modules[f"{HOPPER}.{name}"]
         module.triton_language = tl  # the interpreter looks for it among the globals of a kernel

@@ -1,8 +1,7 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
-`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [joint | save_lower | MECHANISM]`: kernels are compiled for
-sm_90, and each launch is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in
-Gluon and in Triton.
+`python -m tests.ops.launch_hopper_without_card HEAD_SIZE [MECHANISM]`: kernels are compiled for sm_90, and each launch
+is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in Gluon and in Triton.
 """
 
 from __future__ import annotations
@@ -81,12 +80,10 @@ def main(D: int, mechanism: str | None = None) -> None:
     q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
     options = (None, 15.0, None, True, None, None, None)
     for do in (draw(2, 4, 64, D), draw(2, 4, 64, D), draw(1, 4, 64, D).expand(2, -1, -1, -1)):
-        o, *saved = op.run_forward(q, k, v, *options, training=True)
-        op.run_backward(q, k, v, o, do, *saved, *options)
+        o, rows = op.run_forward(q, k, v, *options)
+        op.run_backward(q, k, v, o, do, rows, *options)
     print(json.dumps({"launched": LAUNCHED}))
 
 
 if __name__ == "__main__":
-    op.JOINT_GRADIENT = "joint" in sys.argv
-    op.SAVE_LOWER = "save_lower" in sys.argv
-    main(int(sys.argv[1]), *(word for word in sys.argv[2:] if word not in ("joint", "save_lower")))
+    main(int(sys.argv[1]), *sys.argv[2:])

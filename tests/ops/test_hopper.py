@@ -19,7 +19,7 @@ from tests.ops.compile_for_hopper import compile_kernel, overwritten
 pytest.importorskip("triton")
 from lssar.ops.fused.linear import Plan
 from lssar.ops.fused.loss import BLOCK, WARPS
-from lssar.ops.fused.tiles import HOPPER, JOINT, WINDOW_KINDS, WINDOW_PARTS, Tile
+from lssar.ops.fused.tiles import HOPPER, WINDOW_KINDS, WINDOW_PARTS, Tile
 from lssar.ops.fused.window_op import _mechanism
 
 SEEN = {"CAUSAL": True, "WINDOWED": True, "PACKED": True, "HAS_LENGTHS": True}
@@ -34,10 +34,9 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
         "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
-        "REPAIR": "repair" in mechanism, "SHORT": True, "SAVE_LOWER": "training" in mechanism,
-        "DEFERRED": tile.deferred,
+        "REPAIR": "repair" in mechanism, "SHORT": True,
     }  # fmt: skip
-    types = {"k_ptr": "*fp16", "q_ptr": "*fp16" if kernel in ("forward_kernel", "query_gradient_kernel") else "*bf16"}
+    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
     return compile_kernel(module, kernel, constants, cache, **types)
 
 
@@ -82,10 +81,8 @@ def compile_from_table(kernel, D, tile, cache):
     name = kernel.removeprefix("activation_") + "_kernel"
     if name != f"{kernel}_kernel":
         return compile_activation(name, D, "sigmoid", 0, tile, cache)
-    if kernel.startswith("forward"):
-        mechanism = "lssar, steep, training" if kernel == "forward_training" else "lssar, steep"
-        return compile_lssar("lssar.ops.fused.forward", "forward_kernel", D, mechanism, tile, cache)
-    return compile_lssar("lssar.ops.fused.backward", name, D, "lssar, steep", tile, cache)
+    module = "forward" if kernel == "forward" else "backward"
+    return compile_lssar(f"lssar.ops.fused.{module}", name, D, "lssar, steep", tile, cache)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +91,6 @@ def compile_from_table(kernel, D, tile, cache):
         ("forward_kernel", 128, "lssar, steep"),
         ("key_gradient_kernel", 64, "lssar, steep"),
         ("query_gradient_kernel", 64, "lssar, steep, any power, gain"),
-        ("forward_kernel", 128, "lssar, steep, training"),
-        pytest.param("forward_kernel", 64, "lssar, steep, training", marks=pytest.mark.slow),
         pytest.param("forward_kernel", 128, "lssar, steep, any power, gain", marks=pytest.mark.slow),
         pytest.param("key_gradient_kernel", 128, "lssar, any power", marks=pytest.mark.slow),
         pytest.param("forward_kernel", 64, "lssa", marks=pytest.mark.slow),
@@ -108,24 +103,6 @@ def test_gluon(kernel, D, mechanism, tmp_path):
     pytest.importorskip("triton.experimental.gluon")
     made = compile_lssar("lssar.ops.fused.hopper", kernel, D, mechanism, Tile(64, 64, 4, 2, tma=True), tmp_path)
     assert 2 * (made["shared"] + 1024) <= MULTIPROCESSOR, "two programs have to fit on a multiprocessor"
-    assert made["wgmma"] > 0
-    assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
-
-
-@pytest.mark.parametrize(
-    ("D", "mechanism"),
-    [
-        (64, "lssar, steep"),
-        pytest.param(128, "lssar, steep", marks=pytest.mark.slow),
-        pytest.param(64, "lssar, any power", marks=pytest.mark.slow),
-        pytest.param(128, "lssa", marks=pytest.mark.slow),
-    ],
-)
-def test_joint_gradient(D, mechanism, tmp_path):
-    pytest.importorskip("triton.experimental.gluon")
-    tile = HOPPER[JOINT, D, 2]
-    made = compile_lssar("lssar.ops.fused.hopper", "joint_gradient_kernel", D, mechanism, tile, tmp_path)
-    assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0
     assert made["barriers left"] == 0, "the compiler may reuse the memory of a barrier that is not ended"
 
@@ -166,12 +143,6 @@ def test_triton(kernel, D, tmp_path):
     made = compile_from_table(kernel, D, HOPPER[kernel, D, 2], tmp_path)
     assert made["shared"] <= MULTIPROCESSOR - 1024
     assert made["wgmma"] > 0 and not made["overwritten"]
-
-
-@pytest.mark.parametrize("D", [64, 128])
-def test_row_values(D, tmp_path):
-    tile = Tile(64, 0, 4 if D == 64 else 8, 0)
-    compile_lssar("lssar.ops.fused.rows", "row_values_kernel", D, "lssar, steep", tile, tmp_path)
 
 
 @pytest.mark.parametrize(

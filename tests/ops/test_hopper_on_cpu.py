@@ -15,7 +15,6 @@ if torch.cuda.is_available():
 pytest.importorskip("triton.experimental.gluon")
 
 from lssar.ops.fused import fused_attention, op, tiles, window_attention, window_op
-from lssar.ops.fused.tiles import Tile
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
@@ -25,17 +24,6 @@ from tests.ops.test_fused import compare, tensors
 @pytest.fixture
 def hopper(monkeypatch):
     hopper_on_cpu.install(monkeypatch)
-
-
-@pytest.fixture
-def joint(hopper, monkeypatch):
-    """With one kernel for dq, dk and dv; the test fails if it does not run."""
-    started = []
-    launch = op.launch
-    monkeypatch.setattr(op, "JOINT_GRADIENT", True)
-    monkeypatch.setattr(op, "launch", lambda name, *x: started.append(name) or launch(name, *x))
-    yield
-    assert tiles.JOINT in started and "key_gradient_hopper" not in started
 
 
 VIEWS = {
@@ -63,90 +51,6 @@ VIEWS = {
 def test_against_float64(hopper, view, D, p, group, length):
     inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
     compare(*inputs, p=p, note=view, **VIEWS[view])
-
-
-@pytest.mark.parametrize(
-    ("view", "D", "p", "group", "length", "tile"),
-    [
-        ("causal", 64, 15, 2, 190, None),
-        ("full", 128, 3, 2, 130, Tile(64, 128, 8, 3, tma=True)),
-        ("window", 128, 7.25, 1, 150, Tile(64, 128, 8, 3, tma=True, deferred=True)),
-        ("pack", 64, None, 1, 190, Tile(64, 64, 4, 2, tma=True, deferred=True)),
-        ("padding", 64, 15, 1, 190, Tile(64, 64, 4, 2, tma=True)),
-        pytest.param("causal", 128, 15, 4, 520, None, marks=pytest.mark.slow),
-        pytest.param("causal", 64, 15, 1, 520, Tile(64, 64, 4, 3, tma=True, deferred=True), marks=pytest.mark.slow),
-    ],
-)
-def test_joint_gradient(joint, monkeypatch, view, D, p, group, length, tile):
-    if tile:
-        monkeypatch.setitem(tiles.CHOSEN, (tiles.JOINT, D, 2), tile)
-    inputs = tensors(B=2 if view == "padding" else 1, Hq=group, Lq=length, D=D, dtype=torch.bfloat16)
-    compare(*inputs, p=p, note=view, **VIEWS[view])
-
-
-@pytest.mark.parametrize("length", [1, 2, 4, 65])
-def test_joint_gradient_of_lengths(joint, length):
-    test_lengths(joint, length)
-
-
-@pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
-def test_joint_gradient_not_finite(joint, which):
-    test_not_finite(joint, which)
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "fault"),
-    [
-        ("joint_gradient", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
-        ("joint_gradient", "fence_async_shared", "without a fence"),
-        ("joint_gradient", "announce_pair", "not asked for"),
-        ("joint_gradient", "async_copy.wait_group", "before it has arrived"),
-        ("joint_gradient", "end_barriers", "without end_barriers"),
-    ],
-)
-def test_joint_gradient_without_one_step_is_faulty(joint, monkeypatch, where, name, fault):
-    test_kernels_without_one_step_are_faulty(joint, monkeypatch, where, name, fault)
-
-
-@pytest.mark.parametrize("why", ["deterministic", "gain"])
-def test_calls_that_the_joint_gradient_does_not_take(hopper, monkeypatch, why):
-    monkeypatch.setattr(op, "JOINT_GRADIENT", True)
-    monkeypatch.setattr(op, "_joint_gradient", lambda *_: pytest.fail("the joint kernel runs"))
-    q, k, v, do = tensors(Hq=1, Lq=70, D=64, dtype=torch.bfloat16)
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(why == "deterministic")
-    try:
-        gain = torch.ones(1) if why == "gain" else None
-        with_gradients(lambda *x: fused_attention(*x, p=15, causal=True, gain=gain), (q, k, v), do)
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.parametrize(
-    ("view", "D", "p", "dtype"),
-    [
-        ("causal", 128, 15, torch.bfloat16),
-        ("pack", 64, 3, torch.bfloat16),
-        ("window", 128, 7.25, torch.float16),
-        pytest.param("full", 128, 63, torch.bfloat16, marks=pytest.mark.slow),
-    ],
-)
-def test_dk_and_dv_without_a_pass_over_the_keys(hopper, monkeypatch, view, D, p, dtype):
-    """From what the forward saves; in half types its second product takes weights of the power p - 1."""
-    monkeypatch.setattr(op, "SAVE_LOWER", True)
-    compare(*tensors(Hq=1, Lq=190, D=D, dtype=dtype), p=p, note=view, **VIEWS[view])
-
-
-def test_values_beyond_the_range_of_sums_when_saving(hopper, monkeypatch):
-    """Where the forward repeats its pass with smaller weights, what it saves is as without, times 2^125."""
-    q, k, v, _ = tensors(Hq=1, Lq=100, D=128, dtype=torch.bfloat16)
-    monkeypatch.setattr(op, "SAVE_LOWER", True)
-    options = (None, 15.0, None, True, None, None, None)
-    (o, rows, lower), large = (op.run_forward(q, k, v * size, *options, training=True) for size in (1, 2.0**125))
-    near = {"rtol": 2.0**-7, "atol": 2.0**-7}  # a rounding of bfloat16
-    torch.testing.assert_close(large[0] * 2.0**-125, o, **near)
-    torch.testing.assert_close(large[2] * 2.0**-125, lower, **near)
-    torch.testing.assert_close(large[1][..., :100], rows[..., :100], rtol=2.0**-20, atol=0)  # another order of sums
 
 
 def test_float16(hopper):
@@ -231,23 +135,6 @@ def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, f
     q, k, v, do = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
     with pytest.raises(Exception, match=fault):
         with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("program_barrier", "overwritten while it may be in use"),
-        ("load_tile", "not asked for"),
-        ("mbarrier.wait", "before it has arrived"),
-        ("end_barriers", "without end_barriers"),
-    ],
-)
-def test_a_forward_that_saves_is_faulty_without_one_step(hopper, monkeypatch, name, fault):
-    monkeypatch.setattr(op, "SAVE_LOWER", True)
-    monkeypatch.setattr(f"lssar.ops.fused.hopper.forward.{name}", lambda *_, **__: None)
-    q, k, v, _ = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
-    with pytest.raises(Exception, match=fault):
-        op.run_forward(q, k, v, None, 15.0, None, True, None, None, None, training=True)
 
 
 def test_inline_assembly(hopper):

@@ -83,7 +83,7 @@ def backward_kernel(x_ptr, out_ptr, slope, intercept, plane, P: tl.constexpr):
     at = tl.arange(0, 16)[:, None] * 256 + tl.arange(0, 256)[None, :]
     x = tl.load(x_ptr + at)
     slope, intercept = short_line(slope, intercept)
-    weight, y, sigma = short_key_weights(x * TANH_SCALE, slope, intercept, P, 0.5)
+    weight, y, sigma = short_key_weights(x * TANH_SCALE, slope, intercept, P)
     g, g_sigma, half_sigma = short_query_terms(x, x * 0.0 + 0.75, slope, intercept, 1.0, 0.25, P)
     tl.store(out_ptr + at, weight)
     tl.store(out_ptr + plane + at, y)

@@ -60,9 +60,8 @@ def _launch(name: str, q: Tensor, run: Any) -> None:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, spec: str, p: float | None, p_tensor: Tensor | None, causal: bool,
-    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None, training: bool = False,
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and values of rows, which are the same whether there will be a backward or not."""
     B, H, L, _ = q.shape
     o = torch.empty_like(q)
     rows = q.new_zeros((4, B, H, L), dtype=torch.float32)  # inverse, shift, slope, intercept
@@ -115,8 +114,8 @@ def _backward(
     return dq, dk, dv
 
 
-def _empty_rows(q: Tensor, *_: Any) -> tuple[Tensor]:
-    return (q.new_empty((4, *q.shape[:3]), dtype=torch.float32),)
+def _empty_rows(q: Tensor) -> Tensor:
+    return q.new_empty((4, *q.shape[:3]), dtype=torch.float32)
 
 
 forward_op = differentiable(

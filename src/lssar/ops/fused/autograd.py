@@ -59,52 +59,46 @@ VISIBILITY = "bool causal, Tensor? cu_seqlens, Tensor? key_lengths, int? window"
 
 
 def differentiable(
-    name: str, options: str, forward: Callable[..., tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]],
-    empty_saved: Callable[..., tuple[Tensor, ...]], gain_gradient: bool = False, saved: tuple[str, ...] = ("rows",),
+    name: str, options: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., tuple[Tensor, ...]],
+    empty_rows: Callable[[Tensor], Tensor], gain_gradient: bool = False,
 ) -> Any:  # fmt: skip
-    """`lssar::NAME_forward` (q, k, v, OPTIONS, training=False) -> (o, SAVED), differentiable by `lssar::NAME_backward`.
+    """`lssar::NAME_forward` (q, k, v, OPTIONS) -> (o, rows), differentiable by `lssar::NAME_backward`.
 
-    options: schema of the arguments after q, k, v. training: whether there will be a backward. saved: names of the
-    tensors that the forward leaves for it; empty_saved (the forward's arguments) makes such tensors for tracing.
-    backward (q, k, v, o, do, SAVED, OPTIONS) returns dq, dk, dv, and with gain_gradient also the gradient of the first
-    option (empty if that is None).
+    options: schema of the arguments after q, k, v. rows: values of each row for the backward; empty_rows makes such a
+    tensor for tracing. backward (q, k, v, o, do, rows, OPTIONS) returns dq, dk, dv, and with gain_gradient also the
+    gradient of the first option (empty if that is None).
     """
-    outputs = ", ".join(["Tensor"] * (1 + len(saved)))
     forward_op = operator(
-        f"{name}_forward", f"(Tensor q, Tensor k, Tensor v, {options}, bool training=False) -> ({outputs})", forward,
-        lambda q, *others: (torch.empty_like(q), *empty_saved(q, *others)),
+        f"{name}_forward", f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", forward,
+        lambda q, *_: (torch.empty_like(q), empty_rows(q)),
     )  # fmt: skip
     gradients = ", ".join(["Tensor"] * (4 if gain_gradient else 3))
 
-    def fake_backward(q, k, v, o, do, *others):
-        made = [torch.empty_like(x) for x in (q, k, v)]
-        if gain_gradient:
-            gain = others[len(saved)]
-            made.append(q.new_empty(0) if gain is None else torch.empty_like(gain))
-        return tuple(made)
+    def fake_backward(q, k, v, o, do, rows, *given):
+        gain = ((q.new_empty(0) if given[0] is None else torch.empty_like(given[0])),) if gain_gradient else ()
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *gain
 
-    of_saved = ", ".join(f"Tensor {kept}" for kept in saved)
     backward_op = operator(
         f"{name}_backward",
-        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, {of_saved}, {options}) -> ({gradients})",
+        f"(Tensor q, Tensor k, Tensor v, Tensor o, Tensor do, Tensor rows, {options}) -> ({gradients})",
         backward, fake_backward,
     )  # fmt: skip
 
     class Fused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, *given):
-            o, *kept = below_autograd(forward_op, q, k, v, *given, True)
-            ctx.save_for_backward(q, k, v, o, *kept, *(x for x in given if isinstance(x, Tensor)))
+            o, rows = below_autograd(forward_op, q, k, v, *given)
+            ctx.save_for_backward(q, k, v, o, rows, *(x for x in given if isinstance(x, Tensor)))
             ctx.given = tuple(Tensor if isinstance(x, Tensor) else x for x in given)
-            ctx.mark_non_differentiable(*kept)
-            return o, *kept
+            ctx.mark_non_differentiable(rows)
+            return o, rows
 
         @staticmethod
-        def backward(ctx, do, *_):
-            q, k, v, o, *tensors = ctx.saved_tensors
-            kept, of_given = tensors[: len(saved)], iter(tensors[len(saved) :])
-            given = [next(of_given) if x is Tensor else x for x in ctx.given]
-            dq, dk, dv, *dgain = backward_op(q, k, v, o, do, *kept, *given)
+        def backward(ctx, do, _):
+            q, k, v, o, rows, *tensors = ctx.saved_tensors
+            saved = iter(tensors)
+            given = [next(saved) if x is Tensor else x for x in ctx.given]
+            dq, dk, dv, *dgain = backward_op(q, k, v, o, do, rows, *given)
             of_options = [None] * len(given)
             if dgain and given[0] is not None:
                 of_options[0] = dgain[0]

@@ -3,10 +3,6 @@
 Per row it saves (slope, intercept, Z): the unnormalised weight of a key is max(slope * 2a + intercept, 0)^p with
 2a = 2 log2(1 + 2^x), and Z is their sum. A flat row is slope 0, intercept 1; a row that sees nothing is all zeros; a
 row that sees an infinity or a NaN has Z = NaN.
-
-With SAVE_LOWER pass 2 has another product with V, by weights of the power p - 1, whose sums tell the backward the mean
-gradient of each row without another pass over the keys (docs/derivations.md): Y, the sum of these weights, and `lower`,
-half the difference of the output with power p - 1 and the output. (Half: of finite values it does not overflow.)
 """
 
 from __future__ import annotations
@@ -103,11 +99,10 @@ def _rough_statistics(
 def _weighted_values(
     q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, steep,
     columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P,
-    REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
-    SAVE_LOWER: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pass 2 over keys lo..hi: sum of weights times v [M, D], and sum of weights [M]. With SAVE_LOWER the same of the
-    weights of power P - 1, else the first two again.
+    """Pass 2 over keys lo..hi: sum of weights times v [M, D], and sum of weights [M].
 
     The scores of the next tile are computed after the weights of this one, so that the product with V runs on the
     tensor cores while the next weights are made.
@@ -115,39 +110,29 @@ def _weighted_values(
     offsets = tl.arange(0, N)
     o = tl.zeros([M, BLOCK_D], tl.float32)
     z = tl.zeros([M, 4], tl.float32)
-    lower_o, y = o, z
     k = read_tile(k_ptr, lo, key_stop, D, offsets, columns, D, TMA)  # [N, D]
     x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
     for start in tl.range(lo, hi, N, num_stages=STAGES):
         k = read_tile(k_ptr, start + N, key_stop, D, offsets, columns, D, TMA)  # [N, D]
         x_next = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
-        weight, lower = tile_weights(
-            x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP, SAVE_LOWER
-        )
+        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
-            if SAVE_LOWER:
-                lower = keep_visible(lower, keys, row_start[:, None], row_stop[:, None], 0.0)
         z += lane_sum(weight, M, N)
         o = dot(weight.to(v.dtype), v, o, PRECISION=DOT)
-        if SAVE_LOWER:
-            y += lane_sum(lower, M, N)
-            lower_o = dot(lower.to(v.dtype), v, lower_o, PRECISION=DOT)
         x = x_next
-    if not SAVE_LOWER:
-        lower_o, y = o, z
-    return o, tl.sum(z, 1), lower_o, tl.sum(y, 1)
+    return o, tl.sum(z, 1)
 
 
 @triton.jit
 def _careful_values(
     q, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, slope, intercept, steep, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, SAVE_LOWER: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
-    """_weighted_values for values that are not finite or whose sums overflow: sums of values times CAREFUL_SCALE.
+    """_weighted_values for values that are not finite or whose sums overflow: sums times CAREFUL_SCALE.
 
     Rows that see a key whose value is not finite become NaN; others are as if that key were not there.
     """
@@ -155,53 +140,35 @@ def _careful_values(
     scale = 1.0 if v_ptr.dtype.element_ty == tl.float16 else CAREFUL_SCALE
     o = tl.zeros([M, BLOCK_D], tl.float32)
     z = tl.zeros([M, 4], tl.float32)
-    lower_o, y = o, z
     spoiled = tl.zeros([M], tl.int32)
     for start in tl.range(lo, hi, N, num_stages=1):
         k = load_tile(k_ptr, start, key_stop, D, offsets, columns, D, True)  # [N, D]
         v, broken = without_broken_rows(load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True))
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-        weight, lower = tile_weights(
-            x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP, SAVE_LOWER
-        )
+        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
         keys = (start + offsets)[None, :]
         weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
         z += lane_sum(weight, M, N)
         o = dot((weight * scale).to(v.dtype), v, o, PRECISION=DOT)
-        if SAVE_LOWER:
-            lower = keep_visible(lower, keys, row_start[:, None], row_stop[:, None], 0.0)
-            y += lane_sum(lower, M, N)
-            lower_o = dot((lower * scale).to(v.dtype), v, lower_o, PRECISION=DOT)
         here = keep_visible(tl.broadcast_to(broken[None, :], [M, N]), keys, row_start[:, None], row_stop[:, None], 0)
         spoiled = tl.maximum(spoiled, tl.max(here, 1))
-    if not SAVE_LOWER:
-        lower_o, y = o, z
-    return o, tl.where(spoiled > 0, float("nan"), tl.sum(z, 1)), lower_o, tl.sum(y, 1), scale
-
-
-@triton.jit
-def half_difference(lower_sum, lower_divisor, o, dtype: tl.constexpr):
-    """(lower_sum / lower_divisor - o) / 2 with o as it is stored, which is what the backward multiplies dO with."""
-    scale = 0.5 / tl.where(lower_divisor == 0, 1.0, lower_divisor)
-    return lower_sum * scale - 0.5 * o.to(dtype).to(tl.float32)
+    return o, tl.where(spoiled > 0, float("nan"), tl.sum(z, 1)), scale
 
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lower_ptr, slope_ptr, intercept_ptr, z_ptr, y_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
     exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     HAS_GAIN: tl.constexpr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, SAVE_LOWER: tl.constexpr, CACHE: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr,
-    STAGES: tl.constexpr,
+    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """q, k: normalised copies, contiguous. One program a block of rows; see head_and_block for their order.
 
     P: the power if it is an integer, else 0, and `exponent` holds it. HAS_GAIN: gain_ptr holds one gain a query head.
-    SAVE_LOWER, with REWEIGHT only: lower_ptr is contiguous, and has the shape of q.
     """
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
@@ -250,33 +217,24 @@ def forward_kernel(
 
     keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    o, z_row, lower_o, y_row = _weighted_values(
+    o, z_row = _weighted_values(
         q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
         key_stop, slope, intercept, steep, columns,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, SAVE_LOWER, TMA,
-        STAGES,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
-    divisor, lower_divisor = z_row, y_row
-    overflows = not_finite(o)
-    if SAVE_LOWER:
-        overflows = overflows | not_finite(lower_o)
-    if tl.max(tl.max(overflows.to(tl.int32), 1), 0) > 0:
-        o, z_row, lower_o, y_row, scale = _careful_values(
+    divisor = z_row
+    if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
+        o, z_row, scale = _careful_values(
             q, k_ptr, v_ptr, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, row_start, row_stop, key_stop, slope,
             intercept, steep, columns,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, SAVE_LOWER,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP,
         )  # fmt: skip
-        divisor, lower_divisor = z_row * scale, y_row * scale
+        divisor = z_row * scale
     spoiled = slope != slope
     z_row = tl.where(spoiled, slope, z_row)
     o = o / tl.where(spoiled, slope, tl.where(divisor == 0, 1.0, divisor))[:, None]
     store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)
-    if SAVE_LOWER:
-        lower = half_difference(lower_o, lower_divisor[:, None], o, o_ptr.dtype.element_ty)
-        store_tile(lower_ptr + head.to(tl.int64) * Lq * D, lower, first_row, Lq, D, offsets, columns, D)
     at = head.to(tl.int64) * row_stride + rows
     tl.store(slope_ptr + at, slope, mask=rows < Lq)
     tl.store(intercept_ptr + at, intercept, mask=rows < Lq)
     tl.store(z_ptr + at, z_row, mask=rows < Lq)
-    if SAVE_LOWER:
-        tl.store(y_ptr + at, y_row, mask=rows < Lq)

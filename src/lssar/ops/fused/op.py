@@ -17,11 +17,9 @@ from lssar.ops.fused import backward as triton_backward
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
-from lssar.ops.fused.joint import finish_query_gradient_kernel
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
-from lssar.ops.fused.rows import row_values_kernel
-from lssar.ops.fused.tiles import JOINT, REPAIR, ceil_div, launch, power_of_two, tma_aligned
+from lssar.ops.fused.tiles import REPAIR, ceil_div, launch, power_of_two, tma_aligned
 
 ROW_ALIGNMENT = 128
 REPAIR_PROGRAMS = 128
@@ -30,17 +28,6 @@ LOG_DEGREES = {torch.bfloat16: 3, torch.float16: 5, torch.float32: 0}
 SCORE_DTYPES = {torch.bfloat16: torch.float16, torch.float16: torch.float16, torch.float32: torch.float32}
 """Unit vectors do not need the exponents of bfloat16: float16 copies round the scores eight times more finely."""
 LARGEST_CONSTANT_POWER = 1024
-JOINT_GRADIENT = False
-"""Whether one kernel computes dq, dk and dv on Hopper, from values of rows that are known before. It adds to dq in no
-fixed order, so calls with deterministic algorithms, and those with a gain, take the two kernels."""
-FINISHED_ROWS = 32
-"""Rows of a program of finish_query_gradient_kernel."""
-SAVE_LOWER = False
-"""Whether the forward of a training leaves what tells the mean gradient of each row without a pass over the keys (see
-forward.py; of LSSA nothing is needed). If so, the dk, dv kernel takes values of rows from row_values_kernel, not from
-the dq kernel."""
-ROWS_OF_VALUES = 64
-"""Rows of a program of row_values_kernel, and so of a block that is steep or not; the tiles of dk, dv divide it."""
 
 
 def power_value(p: float | None, p_tensor: Tensor | None) -> float | None:
@@ -116,18 +103,13 @@ def steep_rows(dtype: torch.dtype, p: float) -> bool:
     return dtype == torch.bfloat16 and p <= 64 and torch.version.hip is None
 
 
-GLUON_AT_64 = ("backward",)
-"""Parts of which the Gluon kernels are used at head size 64."""
-
-
 @functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """The Gluon kernels for a part (`forward`, `forward_training` or `backward`), or None if they do not apply or are
-    not faster.
+    """The Gluon kernels for a part (`forward` or `backward`), or None if they do not apply or are not faster.
 
     They are written for head sizes 64 and 128 on Hopper. Of the forward at head size 64 Triton's schedule is as good.
     """
-    faster = d == 128 or (d == 64 and part in GLUON_AT_64)
+    faster = d == 128 or (d == 64 and part == "backward")
     if not faster or not switches.GLUON or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     if torch.cuda.get_device_capability()[0] != 9:
@@ -172,57 +154,52 @@ def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, p: float | None, p_tensor: Tensor | None, causal: bool,
-    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None, training: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, and for the backward (slope, intercept, Z) of each row. Where the kernel has SAVE_LOWER, also Y and
-    `lower`, which is empty otherwise."""
+    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and (slope, intercept, Z) of each row for the backward."""
     call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     o = torch.empty_like(q)
-    rows, lower = _empty_saved(q, k, v, gain, p, p_tensor, causal, cu_seqlens, key_lengths, window, training)
+    rows = call.per_row(3, q)
     if q.numel() == 0 or k.numel() == 0:
-        return o.zero_(), rows.zero_(), lower.zero_()
-    save_lower = lower.numel() > 0
+        return o.zero_(), rows.zero_()
     unit_q, unit_k = call.normalize(q, k, v)
     aligned = tma_aligned(unit_q, unit_k, v)
-    part = "forward_training" if save_lower else "forward"
-    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, part)
+    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
-    name = part + ("_hopper" if hopper else "")
+    name = "forward_hopper" if hopper else "forward"
 
     arguments = (
-        unit_q, unit_k, v, o, lower, *rows[:3].unbind(), rows[-1], *v.stride()[:3], *o.stride()[:3], call.row_stride,
-        call.Hq, call.Hkv, call.exponent, call.gain, *call.visibility,
+        unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], call.row_stride, call.Hq, call.Hkv,
+        call.exponent, call.gain, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
         constants = call.mechanism | call.shape | call.visibility_kind | call.gain_kind | tile_constants
-        constants["SAVE_LOWER"] = save_lower
         tiles, kind = _tile_arguments(name, call, (unit_q, tile.m), (unit_k, 2 * tile.n), (v, tile.n))
         programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
         start_kernel(kernel, programs, (*arguments, *tiles), constants | kind)
 
     launch(name, call.D, call.itemsize, aligned, run)
-    return o, rows, lower
+    return o, rows
 
 
 @dataclass(frozen=True)
 class _QueryPass:
-    """What the dq kernel, or row_values_kernel, leaves for the dk, dv kernel."""
+    """What the dq kernel leaves for the dk, dv kernel."""
 
     queries: Tensor
     """(B, Hq, Lq, D) contiguous, in the dtype of q: scaled by powers of two if exact_queries, else unit."""
     rows: Tensor
     """ROW_PLANES values of each row (gradients.store_row_values)."""
     block_rows: int
-    """Rows of a program of that kernel: whether rows are steep is known by such blocks."""
+    """Rows of a program of the dq kernel: whether rows are steep is known by such blocks."""
 
 
 def run_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, lower: Tensor, gain: Tensor | None,
-    p: float | None, p_tensor: Tensor | None, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, rows: Tensor, gain: Tensor | None, p: float | None,
+    p_tensor: Tensor | None, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv and dgain (empty if there is no gain). rows, lower: as run_forward left them."""
+    """dq, dk, dv and dgain (empty if there is no gain)."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zero_gain(q, gain)
     call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
@@ -241,47 +218,19 @@ def run_backward(
     suffix = "_hopper" if hopper else ""
     constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": call.exact_queries}
 
-    known = lower.numel() > 0 or not call.mechanism["REWEIGHT"]  # values of rows, without a pass over the keys
-    if hopper and known and _joint_gradient_applies(q, gain):
-        passed = _row_values(call, constants, True, unit_q.view(q.dtype), q, o, do, rows, lower)
-        dq, dk, dv = _joint_gradient(call, hopper, aligned, constants, q, k, unit_k, v, do, passed, broken)
-        return dq, dk, dv, _zero_gain(q, gain)
     dq, passed = _query_gradient(
         call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, constants, q, unit_q, unit_k, v, o, do,
         sizes, rows,
+    )  # fmt: skip
+    dk, dv = _key_gradient(
+        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
+        broken,
     )  # fmt: skip
     dgain = _zero_gain(q, gain)
     if gain is not None:
         by_head = passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)
         dgain = by_head[..., : call.Lq].sum((0, 2)).to(gain.dtype)
-    if lower.numel() > 0 or (SAVE_LOWER and not call.mechanism["REWEIGHT"]):
-        passed = _row_values(call, constants, bool(hopper), passed.queries, q, o, do, rows, lower)
-    dk, dv = _key_gradient(
-        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
-        broken,
-    )  # fmt: skip
     return dq, dk, dv, dgain
-
-
-def _row_values(
-    call: _Call, constants: dict[str, Any], short: bool, queries: Tensor, q: Tensor, o: Tensor, do: Tensor,
-    rows: Tensor, lower: Tensor,
-) -> _QueryPass:  # fmt: skip
-    """What _query_gradient leaves for dk and dv, without a pass over the keys. rows, lower: as run_forward left them.
-
-    queries: unit queries, or if call.exact_queries, memory for those, which are written here. short: for the Gluon
-    kernel, whose steep rows have lines of their own.
-    """
-    row_values = _empty_row_values(call, q)
-    arguments = (
-        q, o, do, lower, queries, *rows[:3].unbind(), rows[-1], row_values,
-        *q.stride()[:3], *o.stride()[:3], *do.stride()[:3], row_values.stride(1), row_values.stride(0),
-        call.gain, call.exponent, call.Hq, *call.visibility,
-    )  # fmt: skip
-    kind = {"SHORT": short, "BLOCK_M": ROWS_OF_VALUES, "num_warps": 4 if call.shape["BLOCK_D"] <= 64 else 8}
-    programs = ceil_div(call.Lq, ROWS_OF_VALUES) * call.B * call.Hq
-    start_kernel(row_values_kernel, programs, arguments, constants | call.gain_kind | kind)
-    return _QueryPass(queries, row_values, ROWS_OF_VALUES)
 
 
 def _query_gradient(
@@ -289,11 +238,13 @@ def _query_gradient(
     unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor, sizes: tuple[Tensor, Tensor], rows: Tensor,
 ) -> tuple[Tensor, _QueryPass]:  # fmt: skip
     dq = torch.empty_like(q)
-    row_values = _empty_row_values(call, q)
+    row_values = call.per_row(ROW_PLANES, q)
+    if call.Lq % ROW_ALIGNMENT:
+        row_values.zero_()  # the dk, dv kernel also reads rows past the last
     # The memory of unit_q, each row of which is read and then written by one program.
     queries = unit_q.view(q.dtype) if call.exact_queries else unit_q
     arguments = (
-        unit_q, unit_k, v, o, do, q, dq, queries, *sizes, *rows[:3].unbind(), row_values,
+        unit_q, unit_k, v, o, do, q, dq, queries, *sizes, *rows.unbind(), row_values,
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3],
         row_values.stride(1), row_values.stride(0), call.gain, call.exponent, call.Hq, call.Hkv, *call.visibility,
     )  # fmt: skip
@@ -307,33 +258,11 @@ def _query_gradient(
     return dq, _QueryPass(queries, row_values, tile.m)
 
 
-def _joint_gradient(
-    call: _Call, hopper: ModuleType, aligned: bool, constants: dict[str, Any], q: Tensor, k: Tensor, unit_k: Tensor,
-    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv; the GAIN_PLANE of passed.rows is NaN for rows whose dq is. broken: as in _key_gradient."""
-    dq = torch.empty_like(q)
-    sums = q.new_zeros((call.B, call.Hq, call.row_stride, call.D), dtype=torch.float32)
-    dk, dv = _key_gradient(
-        call, hopper.joint_gradient_kernel, JOINT, aligned, constants, k, unit_k, v, do, passed,
-        broken, sums,
-    )  # fmt: skip
-    arguments = (
-        sums, q, dq, passed.rows[GAIN_PLANE.value], *q.stride()[:3], *dq.stride()[:3], call.row_stride, call.Hq, call.Lq
-    )  # fmt: skip
-    programs = ceil_div(call.Lq, FINISHED_ROWS) * call.B * call.Hq
-    start_kernel(
-        finish_query_gradient_kernel, programs, arguments,
-        {"D": call.D, "BLOCK_D": call.shape["BLOCK_D"], "BLOCK_M": FINISHED_ROWS, "num_warps": 4},
-    )  # fmt: skip
-    return dq, dk, dv
-
-
 def _key_gradient(
     call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], k: Tensor, unit_k: Tensor,
-    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor, dq_sums: Tensor | None = None,
+    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice. dq_sums: of the joint kernel."""
+    """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     arguments = (
         passed.queries, unit_k, v, do, k, dk, dv, passed.rows,
@@ -353,9 +282,7 @@ def _key_gradient(
         if not gluon:
             kind = {"REPAIR": False, "SHORT": False}
         n = programs(tile)
-        sums = () if dq_sums is None else (dq_sums,)
-        kind |= {"STEEP": steep}
-        start_kernel(kernel, n, (broken, n, *arguments, *sums, *tiles), constants | kind | tile_constants)
+        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
 
     def repair(tile, tile_constants):
         # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep
@@ -389,33 +316,11 @@ def _row_stride(queries: int) -> int:
     return ceil_div(queries, ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def _empty_row_values(call: _Call, like: Tensor) -> Tensor:
-    row_values = call.per_row(ROW_PLANES, like)
-    if call.Lq % ROW_ALIGNMENT:
-        row_values.zero_()  # the dk, dv kernel also reads rows past the last
-    return row_values
-
-
-def _joint_gradient_applies(q: Tensor, gain: Tensor | None) -> bool:
-    """Whether one kernel computes dq, dk and dv, if the memory of all tensors is aligned too."""
-    if not JOINT_GRADIENT or gain is not None or torch.are_deterministic_algorithms_enabled():
-        return False
-    return q.dtype == torch.bfloat16 and hopper_kernels(q.shape[-1], "backward") is not None
-
-
-def _empty_saved(
-    q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, p: float | None, p_tensor: Tensor | None, causal: bool,
-    cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None, training: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Memory for what run_forward leaves for the backward."""
-    reweighted = p is not None or p_tensor is not None
-    save_lower = training and reweighted and (SAVE_LOWER or _joint_gradient_applies(q, gain))
-    planes = 4 if save_lower else 3
-    rows = q.new_empty((planes, q.shape[0] * q.shape[1], _row_stride(q.shape[2])), dtype=torch.float32)
-    return rows, q.new_empty(q.shape if save_lower else 0)
+def _empty_rows(q: Tensor) -> Tensor:
+    return q.new_empty((3, q.shape[0] * q.shape[1], _row_stride(q.shape[2])), dtype=torch.float32)
 
 
 forward_op = differentiable(
-    "fused", f"Tensor? gain, float? p, Tensor? p_tensor, {VISIBILITY}", run_forward, run_backward, _empty_saved,
-    gain_gradient=True, saved=("rows", "lower"),
+    "fused", f"Tensor? gain, float? p, Tensor? p_tensor, {VISIBILITY}", run_forward, run_backward, _empty_rows,
+    gain_gradient=True,
 )  # fmt: skip

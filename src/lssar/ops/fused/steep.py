@@ -47,36 +47,22 @@ def _steep_root(x, t, slope, intercept):
 
 
 @triton.jit
-def _tile_root(x, slope, intercept, steep, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
-    """weight_root of scores x, by the shorter form if steep."""
-    if STEEP:
-        if steep:
-            root = _steep_root(x, _ex2_neg(x), slope, intercept)
-        else:
-            root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
-    else:
-        root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
-    return root
-
-
-@triton.jit
 def tile_weights(
-    x, slope, intercept, steep, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr,
-    SAVE_LOWER: tl.constexpr,
+    x, slope, intercept, steep, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
 ):  # fmt: skip
-    """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots. And with SAVE_LOWER the weights of
-    the power P - 1, from which those of P are one multiplication away; without it, the first ones twice."""
+    """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots, by the shorter form if steep."""
     if not REWEIGHT:
         weight = softplus2(x, LOG_DEGREE)
-        lower = weight
-    elif SAVE_LOWER:
-        root = _tile_root(x, slope, intercept, steep, LOG_DEGREE, STEEP)
-        lower = power(root, P - 1)
-        weight = lower * root
     else:
-        weight = power(_tile_root(x, slope, intercept, steep, LOG_DEGREE, STEEP), P)
-        lower = weight
-    return weight, lower
+        if STEEP:
+            if steep:
+                root = _steep_root(x, _ex2_neg(x), slope, intercept)
+            else:
+                root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+        else:
+            root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
+        weight = power(root, P)
+    return weight
 
 
 @triton.jit
@@ -145,11 +131,11 @@ def short_root(z, slope, intercept):
 
 
 @triton.jit
-def short_key_weights(z, slope, intercept, P, half):
-    """gradients.key_weights by short_root; sigma is times 2 half."""
+def short_key_weights(z, slope, intercept, P):
+    """gradients.key_weights by short_root."""
     w, th = short_root(z, slope, intercept)
     y = power(w, P - 1)
-    return y * w, y, th * half + half
+    return y * w, y, th * 0.5 + 0.5
 
 
 @triton.jit

@@ -45,7 +45,6 @@ class Tile:
     registers: int | None = None  # limit per thread, to fit more programs on a multiprocessor
     tma: bool = False  # load tiles by descriptor where strides allow
     warps_without_tma: int | None = None  # where they do not: addresses need registers, which more warps provide
-    deferred: bool = False  # of the joint gradient: products run during the arithmetic of the next step
 
     def constants(self, kernel: str, itemsize: int, aligned: bool) -> dict:
         tma = self.tma and aligned
@@ -54,8 +53,6 @@ class Tile:
         values |= {"TMA": tma, "CACHE": cached_elements(itemsize)}
         if kernel.startswith("forward"):
             values |= {"BLOCK_N1": self.n1 or self.n, "STAGES1": self.stages1 or self.stages}
-        if kernel == JOINT:
-            values["DEFERRED"] = self.deferred
         if self.registers is not None and USE_PTX:
             values["maxnreg"] = self.registers
         return values
@@ -79,17 +76,11 @@ class Tile:
 
 
 Key = tuple[str, int, int]  # kernel, padded head size, bytes of an element
-JOINT = "key_gradient_joint_hopper"
-"""The kernel for dq, dk and dv."""
 
 HOPPER: dict[Key, Tile] = {
     ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3, registers=128, tma=True),
     ("forward", 128, 2): Tile(64, 32, 4, 3, n1=64, stages1=3, registers=168, tma=True),
     ("forward", 256, 2): Tile(64, 64, 4, 2),
-    # with SAVE_LOWER (op.py), here and below in Gluon: chosen from compiler output, not measured
-    ("forward_training", 64, 2): Tile(64, 32, 4, 3, n1=128, stages1=3, registers=168, tma=True),
-    ("forward_training", 128, 2): Tile(64, 32, 4, 3, n1=64, stages1=3, tma=True),
-    ("forward_training", 256, 2): Tile(64, 32, 8, 2),
     ("query_gradient", 64, 2): Tile(64, 64, 4, 3),
     ("query_gradient", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient", 256, 2): Tile(64, 32, 8, 2),
@@ -99,14 +90,10 @@ HOPPER: dict[Key, Tile] = {
     # Gluon: one warp group for 64 rows; in the forward, n is half a unit of keys
     ("forward_hopper", 64, 2): Tile(64, 64, 4, 3, stages1=2, registers=168, tma=True),
     ("forward_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
-    ("forward_training_hopper", 64, 2): Tile(64, 64, 4, 2, stages1=2, registers=168, tma=True),
-    ("forward_training_hopper", 128, 2): Tile(64, 64, 4, 2, stages1=2, tma=True),
     ("query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("key_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
-    (JOINT, 64, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
-    (JOINT, 128, 2): Tile(64, 128, 8, 3, tma=True, deferred=True),
     ("window_query_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
     ("window_query_gradient_hopper", 128, 2): Tile(64, 64, 4, 2, tma=True),
     ("window_key_gradient_hopper", 64, 2): Tile(64, 64, 4, 2, tma=True),
@@ -151,7 +138,7 @@ HOPPER |= {
 OTHER: dict[Key, Tile] = {
     (kernel, d, 2): Tile(64, 64 if d <= 64 else 32, 4, 2)
     for part in ("forward", "query_gradient", "key_gradient")
-    for kernel in (part, f"activation_{part}", *(["forward_training"] if part == "forward" else []))
+    for kernel in (part, f"activation_{part}")
     for d in (64, 128, 256)
 }
 OTHER |= {

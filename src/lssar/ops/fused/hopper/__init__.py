@@ -7,7 +7,6 @@ group has 64 rows.
 
 from lssar.ops.fused.hopper.descriptors import tile_arguments
 from lssar.ops.fused.hopper.forward import forward_kernel
-from lssar.ops.fused.hopper.joint_gradient import joint_gradient_kernel
 from lssar.ops.fused.hopper.key_gradient import key_gradient_kernel
 from lssar.ops.fused.hopper.query_gradient import query_gradient_kernel
 from lssar.ops.fused.hopper.window_forward import window_forward_kernel
@@ -15,6 +14,6 @@ from lssar.ops.fused.hopper.window_key_gradient import window_key_gradient_kerne
 from lssar.ops.fused.hopper.window_query_gradient import window_query_gradient_kernel
 
 __all__ = [
-    "forward_kernel", "joint_gradient_kernel", "key_gradient_kernel", "query_gradient_kernel", "tile_arguments",
-    "window_forward_kernel", "window_key_gradient_kernel", "window_query_gradient_kernel",
+    "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "tile_arguments", "window_forward_kernel",
+    "window_key_gradient_kernel", "window_query_gradient_kernel",
 ]  # fmt: skip

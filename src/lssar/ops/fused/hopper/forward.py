@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lssar.ops.fused.forward import CAREFUL_SCALE, half_difference
+from lssar.ops.fused.forward import CAREFUL_SCALE
 from lssar.ops.fused.hopper.memory import (
     announce,
     end_barriers,
@@ -25,7 +25,6 @@ from lssar.ops.fused.hopper.memory import (
     tile_descriptor,
     tile_ring,
 )
-from lssar.ops.fused.hopper.quarters import halves
 from lssar.ops.fused.primitives import (
     HIDDEN,
     ex2_neg_abs,
@@ -98,29 +97,18 @@ def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, fu
 
 
 @gluon.jit
-def _tile_weights(
-    x, z, y, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
+def _half_weights(
+    x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
     layout: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
-    SAVE_LOWER: gl.constexpr,
 ):  # fmt: skip
-    """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums. With
-    SAVE_LOWER the same of weights of the power P - 1, and y; else the weights again, and y as it is."""
+    """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    weight, lower = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP, SAVE_LOWER)
+    weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
-        if SAVE_LOWER:
-            lower = keep_visible(lower, keys, row_start, row_stop, 0.0)
-    z += lane_sum(weight, M, N)
-    weight = gl.convert_layout(weight.to(element), layout)
-    if SAVE_LOWER:
-        y += lane_sum(lower, M, N)
-        lower = gl.convert_layout(lower.to(element), layout)
-    else:
-        lower = weight
-    return weight, z, lower, y
+    return gl.convert_layout(weight.to(element), layout), z + lane_sum(weight, M, N)
 
 
 @gluon.jit
@@ -273,9 +261,9 @@ def _value_pass(
         start = key_lo + unit * (2 * N)
         tile = 2 * unit
         odd_scores = _scores(q, k_ring, stage, 1, N, nothing)
-        even, z, _, _ = _tile_weights(
-            x, z, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
-            P, REWEIGHT, LOG_DEGREE, STEEP, False,
+        even, z = _half_weights(
+            x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
+            P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         # Waiting for the weights as well keeps them in their registers until the product that reads them ends.
         o, x_odd, odd = warpgroup_mma_wait(0, (o, odd_scores, odd))
@@ -293,9 +281,9 @@ def _value_pass(
         # The scores after the last unit are not used: any stage will do, without waiting for it.
         mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
         even_scores = _scores(q, k_ring, following % STAGES1, 0, N, nothing)
-        odd, z, _, _ = _tile_weights(
-            x_odd, z, z, slope, intercept, steep, row_start, row_stop, start + N, full_lo, full_hi, element,
-            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP, False,
+        odd, z = _half_weights(
+            x_odd, z, slope, intercept, steep, row_start, row_stop, start + N, full_lo, full_hi, element,
+            factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
         v_refill = tile + STAGES
@@ -310,96 +298,12 @@ def _value_pass(
 
 
 @gluon.jit
-def _half_and_lower(
-    x, o, lower_o, z, y, right, right_lower, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, unit,
-    turn, key_turns, slope, intercept, steep, row_start, row_stop, full_lo, full_hi, nothing,
-    factor_layout: gl.constexpr, P, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, ODD: gl.constexpr,
-    STAGES1: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """_values_and_lower for the scores x [M, N] of half a unit: scores of the next half, and sums and weights."""
-    N: gl.constexpr = x.shape[1]
-    element: gl.constexpr = v_ring.dtype
-    half = 2 * unit + ODD
-    start = key_lo + half * N
-    stage, following = turn % STAGES1, (turn + ODD) % STAGES1
-    x_left, x_right = halves(x)
-    left, z, left_lower, y = _tile_weights(
-        x_left, z, y, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
-        P, True, LOG_DEGREE, STEEP, True,
-    )  # fmt: skip
-    # Waiting for the weights as well keeps them in their registers until the products that read them end.
-    o, lower_o, right, right_lower = warpgroup_mma_wait(0, (o, lower_o, right, right_lower))
-    refill, v_refill = turn + STAGES1, half - 1 + STAGES
-    v_wanted = (half > 0) & (v_refill < 2 * units)
-    announce(v_tiles, v_ready, v_refill % STAGES, v_wanted)
-    if ODD:
-        announce(k_tiles, k_ready, stage, refill < key_turns)
-    program_barrier()  # every warp is done with the tile of V before, and after the odd half with this unit of K
-    load_tile(v_tiles, v_ring, v_ready, key_lo + v_refill * N, v_refill % STAGES, v_wanted)
-    if ODD:
-        load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(refill, units) * (2 * N), stage, refill < key_turns)
-    v = v_ring.index(half % STAGES)
-    mbarrier.wait(v_ready.index(half % STAGES), half // STAGES & 1)
-    o = warpgroup_mma(left, v.slice(0, N // 2), o, is_async=True)
-    lower_o = warpgroup_mma(left_lower, v.slice(0, N // 2), lower_o, is_async=True)
-    if ODD:  # the scores after the last unit are not used: any stage will do, without waiting for it
-        mbarrier.wait(k_ready.index(following), (turn + 1) // STAGES1 & 1, pred=unit + 1 < units)
-    scores = _scores(q, k_ring, following, 1 - ODD, N, nothing)
-    right, z, right_lower, y = _tile_weights(
-        x_right, z, y, slope, intercept, steep, row_start, row_stop, start + N // 2, full_lo, full_hi, element,
-        factor_layout, P, True, LOG_DEGREE, STEEP, True,
-    )  # fmt: skip
-    o, lower_o, x, left, left_lower = warpgroup_mma_wait(0, (o, lower_o, scores, left, left_lower))
-    o = warpgroup_mma(right, v.slice(N // 2, N // 2), o, is_async=True)
-    lower_o = warpgroup_mma(right_lower, v.slice(N // 2, N // 2), lower_o, is_async=True)
-    return x, o, lower_o, z, y, right, right_lower
-
-
-@gluon.jit
-def _values_and_lower(
-    x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, steep,
-    row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P,
-    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """_value_pass with sums of another kind of weights, those of the power P - 1; values of rows are [M] in any layout.
-
-    Twice the sums leave fewer registers, so the weights of a half are made in two parts of its columns. Products with V
-    of one part overlap with the arithmetic of the next, and those of the left part with scores of the next half.
-    """
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)  # [M, N / 2], left factor
-    part = halves(nothing)[0]
-    part_row: gl.constexpr = gl.SliceLayout(1, part.type.layout)
-    slope = gl.convert_layout(slope, part_row)[:, None]
-    intercept = gl.convert_layout(intercept, part_row)[:, None]
-    row_start = gl.convert_layout(row_start, part_row)[:, None]
-    row_stop = gl.convert_layout(row_stop, part_row)[:, None]
-    z = lane_sum(part, M, N // 2)  # zeros [M, 4]
-    y = z
-    o = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
-    lower_o = warpgroup_mma_init(gl.zeros([M, D], gl.float32, sum_layout))
-    right = gl.convert_layout(part.to(v_ring.dtype), factor_layout)
-    right_lower = right
-    for unit in range(units):
-        for odd in gl.static_range(2):
-            x, o, lower_o, z, y, right, right_lower = _half_and_lower(
-                x, o, lower_o, z, y, right, right_lower, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo,
-                units, unit, turn, key_turns, slope, intercept, steep, row_start, row_stop, full_lo, full_hi, nothing,
-                factor_layout, P, LOG_DEGREE, STEEP, odd, STAGES1, STAGES,
-            )  # fmt: skip
-        turn += 1
-    o, lower_o, right, right_lower = warpgroup_mma_wait(0, (o, lower_o, right, right_lower))
-    return o, gl.sum(z, 1), lower_o, gl.sum(y, 1)
-
-
-@gluon.jit
 def _careful_values(
     q, k_ptr, k_ring, v_ptr, v_stride, v_ring, key_lo, key_hi, key_stop, slope, intercept, steep, row_start, row_stop,
     nothing, sum_layout: gl.constexpr, load_layout: gl.constexpr, D: gl.constexpr, P, REWEIGHT: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, SAVE_LOWER: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """As forward._careful_values, without overlap."""
+    """As forward._careful_values, without overlap: sums of weights times v, sums of weights [M], and the scale."""
     M: gl.constexpr = nothing.shape[0]
     N: gl.constexpr = nothing.shape[1]
     element: gl.constexpr = v_ring.dtype
@@ -408,7 +312,6 @@ def _careful_values(
     scale = 1.0 if element == gl.float16 else CAREFUL_SCALE
     o = gl.zeros([M, D], gl.float32, sum_layout)
     z = lane_sum(nothing, M, N)
-    lower_o, y = o, z
     spoiled = gl.max(nothing, 1)
     k_tile, v_tile = k_ring.index(0).slice(0, N), v_ring.index(0)
     for start in range(key_lo, key_hi, N):
@@ -421,37 +324,28 @@ def _careful_values(
         score = warpgroup_mma(q, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, (score,))
         keys = (start + gl.arange(0, N, key_layout))[None, :]
-        weight, lower = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP, SAVE_LOWER)
+        weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
         z += lane_sum(weight, M, N)
         here = nothing + gl.convert_layout(broken, key_layout)[None, :].to(gl.float32)
         spoiled = gl.maximum(spoiled, gl.max(keep_visible(here, keys, row_start, row_stop, 0.0), 1))
         factor = gl.convert_layout((weight * scale).to(element), factor_layout)
         o, factor = warpgroup_mma_wait(0, (warpgroup_mma(factor, v_tile, o, is_async=True), factor))
-        if SAVE_LOWER:
-            lower = keep_visible(lower, keys, row_start, row_stop, 0.0)
-            y += lane_sum(lower, M, N)
-            factor = gl.convert_layout((lower * scale).to(element), factor_layout)
-            product = warpgroup_mma(factor, v_tile, lower_o, is_async=True)
-            lower_o, factor = warpgroup_mma_wait(0, (product, factor))
-    if not SAVE_LOWER:
-        lower_o, y = o, z
     z_row = gl.sum(z, 1)
     spoiled = gl.convert_layout(spoiled, z_row.type.layout)
-    return o, gl.where(spoiled > 0, float("nan"), z_row), lower_o, gl.sum(y, 1), scale
+    return o, gl.where(spoiled > 0, float("nan"), z_row), scale
 
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lower_ptr, slope_ptr, intercept_ptr, z_ptr, y_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
     exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
     HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, SAVE_LOWER: gl.constexpr, CACHE: gl.constexpr,
-    TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr,
-    STAGES: gl.constexpr,
+    LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, STEEP: gl.constexpr, CACHE: gl.constexpr, TMA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N1: gl.constexpr, BLOCK_N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As forward.forward_kernel, for half types: keys in units of 2 BLOCK_N, a half of it at a time.
 
@@ -519,48 +413,29 @@ def forward_kernel(
     )  # fmt: skip
     tile_slope = gl.convert_layout(slope, tile_row)[:, None]
     tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
-    if SAVE_LOWER:
-        o, z, lower_o, y = _values_and_lower(
-            x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept,
-            steep, row_start, row_stop, full_lo, full_hi, nothing, sum_layout, D, P if P > 0 else exponent, LOG_DEGREE,
-            STEEP, STAGES1, STAGES,
-        )  # fmt: skip
-        lane_row: gl.constexpr = gl.SliceLayout(1, lane_sum(nothing, BLOCK_M, BLOCK_N).type.layout)
-        z, y = gl.convert_layout(z, lane_row), gl.convert_layout(y, lane_row)  # as from _careful_values
-    else:
-        o, z = _value_pass(
-            x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, tile_slope,
-            tile_intercept, steep, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
-            D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
-        )  # fmt: skip
-        lower_o, y = o, z
+    o, z = _value_pass(
+        x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, tile_slope,
+        tile_intercept, steep, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
+        D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
+    )  # fmt: skip
 
-    divisor, lower_divisor = z, y
-    overflows = not_finite(o)
-    if SAVE_LOWER:
-        overflows = overflows | not_finite(lower_o)
-    if gl.max(gl.max(overflows.to(gl.int32), 1), 0) > 0:
-        o, z, lower_o, y, scale = _careful_values(
+    divisor = z
+    if gl.max(gl.max(not_finite(o).to(gl.int32), 1), 0) > 0:
+        o, z, scale = _careful_values(
             q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop, tile_slope, tile_intercept, steep,
             tile_start, tile_stop, nothing, sum_layout, load_layout, D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
-            STEEP, SAVE_LOWER,
+            STEEP,
         )  # fmt: skip
-        divisor, lower_divisor = z * scale, y * scale
+        divisor = z * scale
     spoiled = slope != slope
     divisor = gl.convert_layout(divisor, row_layout)
     inverse = gl.where(spoiled, slope, 1.0 / gl.where(divisor == 0, 1.0, divisor))
     o = gl.convert_layout(o, load_layout) * inverse[:, None]
     store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
-    if SAVE_LOWER:
-        lower_divisor = gl.convert_layout(lower_divisor, row_layout)[:, None]
-        lower = half_difference(gl.convert_layout(lower_o, load_layout), lower_divisor, o, o_ptr.dtype.element_ty)
-        store_rows(lower_ptr + head.to(gl.int64) * Lq * D, lower, first_row, Lq, D, load_layout, BLOCK_M, D)
     at = head.to(gl.int64) * row_stride + rows
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
     gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, row_layout)), mask=rows < Lq)
-    if SAVE_LOWER:
-        gl.store(y_ptr + at, gl.convert_layout(y, row_layout), mask=rows < Lq)
     end_barriers(q_ready)
     end_barriers(k_ready)
     end_barriers(v_ready)

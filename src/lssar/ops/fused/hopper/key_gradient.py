@@ -82,7 +82,6 @@ def steep_block(row_values, M: gl.constexpr):
 def _weight_and_ds(
     x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
-    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -98,11 +97,9 @@ def _weight_and_ds(
         x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     scaled_dp = dp * factor - offset
     if SHORT:
-        weight, y, sigma = short_key_weights(x, slope, intercept, P, 0.5 * key_scale if UNIT_KEYS else 0.5)
+        weight, y, sigma = short_key_weights(x, slope, intercept, P)
     else:
         weight, y, sigma = key_weights(x, slope, intercept, False, P, REWEIGHT, LOG_DEGREE, False)
-        if UNIT_KEYS:
-            sigma = sigma * key_scale
     if MASKED and REWEIGHT and not SHORT:  # in a flat row hidden keys have the weight of all others
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
     ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
@@ -117,7 +114,6 @@ def _weights_and_ds_by_quarters(
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
-    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
@@ -142,7 +138,7 @@ def _weights_and_ds_by_quarters(
             row_start, row_stop = row_start[None, :], row_stop[None, :]
         weight, ds = _weight_and_ds(
             xs[i], dps[i], key_scale, row_values, row_start, row_stop, keys, i * (M // 4), M,
-            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT, UNIT_KEYS,
+            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT,
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
@@ -157,49 +153,44 @@ def _weights_and_ds_if_steep(
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
-    UNIT_KEYS: gl.constexpr,
 ):  # fmt: skip
     """_weights_and_ds_by_quarters, short if all rows of the tile are steep."""
     if STEEP:
         if steep_block(row_values, x.shape[1]):
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, UNIT_KEYS,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True,
             )  # fmt: skip
         else:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, UNIT_KEYS,
+                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
             )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, UNIT_KEYS,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
         )  # fmt: skip
     return weight, ds
 
 
 @gluon.jit
-def weights_and_ds(
+def _weights_and_ds(
     x, dp, key_scale, row_values, start, first_key, full_lo, full_hi, Lq, Lk, key_stop, window, doc_start_ptr,
     doc_stop_ptr, element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
-    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, UNIT_KEYS: gl.constexpr,
+    P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys.
-
-    UNIT_KEYS: gradients are times the scale of their key, so that products with the stored keys are those with unit
-    keys.
-    """
+    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys."""
     if (start < full_lo) | (start + x.shape[1] > full_hi):
         weight, ds = _weights_and_ds_if_steep(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP, UNIT_KEYS,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP,
         )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_if_steep(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP, UNIT_KEYS,
+            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP,
         )  # fmt: skip
     return weight, ds
 
@@ -239,10 +230,10 @@ def _key_sums(
         program_barrier()  # every warp is done with the stage before, and has its row values
         load_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, ahead, free, step + STAGES - 1 < steps)
         fetch_row_values(row_values, row_stride, row_plane, values_ring, ahead, free, M)
-        weight, ds = weights_and_ds(
+        weight, ds = _weights_and_ds(
             x, dp, key_scale, values_ring.index(at % STAGES), start, first_key, full_lo, full_hi, Lq, Lk, key_stop,
             window, doc_start_ptr, doc_stop_ptr, element, factor_layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT,
-            LOG_DEGREE, STEEP, False,
+            LOG_DEGREE, STEEP,
         )  # fmt: skip
         dv = warpgroup_mma(weight, do, dv, is_async=True)
         dk = warpgroup_mma(ds, q, dk, is_async=True)

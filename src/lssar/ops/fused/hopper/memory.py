@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from lssar.ops.fused.primitives import INTERPRETED, saturate
+from lssar.ops.fused.primitives import saturate
 
 # These names changed after Triton 3.6.
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -131,26 +131,3 @@ def store_rows(ptr, value, start, stop, stride, layout: gl.constexpr, ROWS: gl.c
     if ptr.dtype.element_ty == gl.float16:  # whose range a gradient may leave
         value = saturate(value, ptr.dtype.element_ty)
     gl.store(pointers, value.to(ptr.dtype.element_ty), mask=(rows < stop)[:, None])
-
-
-@gluon.jit
-def add_rows(ptr, value, start, stride):
-    """Add value [M, D] to rows start.. of a float32 matrix in device memory, in no fixed order.
-
-    Two neighbouring columns an instruction, without the old values that an atomic addition returns.
-    """
-    M: gl.constexpr = value.shape[0]
-    D: gl.constexpr = value.shape[1]
-    left, right = gl.split(value.reshape([M, D // 2, 2]))
-    layout: gl.constexpr = left.type.layout
-    rows = start + gl.arange(0, M, gl.SliceLayout(1, layout))
-    columns = 2 * gl.arange(0, D // 2, gl.SliceLayout(0, layout))
-    pointers = ptr + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    if INTERPRETED:
-        gl.atomic_add(pointers, left)
-        gl.atomic_add(pointers + 1, right)
-    else:
-        gl.inline_asm_elementwise(
-            "red.relaxed.gpu.global.add.v2.f32 [$1], {$2, $3}; mov.b32 $0, 0;", "=r,l,f,f",
-            [pointers.to(gl.int64), left, right], gl.int32, False, 1,
-        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tiles in registers as two or four parts, so that arithmetic on one after the other needs fewer registers."""
+"""Tiles in registers as four parts, so that arithmetic on one part after the other needs fewer registers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ def quarters(x):
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
     return x0, x1, x2, x3
-
-
-@gluon.jit
-def halves(x):
-    """[M, N] as two [M, N / 2] of neighbouring columns, as quarters."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    return gl.split(x.reshape([M, 2, N // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
