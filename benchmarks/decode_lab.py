@@ -244,7 +244,7 @@ def turns():
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         plan = module.plan_for(q, kv_heads, length, False)
         settings = {
-            "now": {}, "not fetched": {"fetch": False}, "not ahead": {"ahead": False},
+            "now": {}, "fetched": {"fetch": True}, "not fetched": {"fetch": False}, "not ahead": {"ahead": False},
             "splits x 2": {"splits": 2 * plan.splits}, "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
         }  # fmt: skip
         runs = {name: partial(module.decode, q, k, v, *CALL, 2**-10, **how) for name, how in settings.items()}
@@ -267,9 +267,10 @@ def softmax(shapes=((1, 12, 12, 64, 131072), (8, 12, 12, 64, 131072))):
     for (batch, heads, kv_heads, d, length), name in each_shape([*itertools.product(shapes, SOFTMAX)]):
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
         spec = lssar.spec(name)
-        plan = plans.plan_for(q, kv_heads, length, False, tiles=2)
+        plan = plans.plan_for(q, kv_heads, length, False, tiles=module.TILES)
         settings = {
-            "now": {}, "splits x 2": {"splits": 2 * plan.splits}, "splits x 3/2": {"splits": 3 * plan.splits // 2},
+            "now": {}, "splits x 4/3": {"splits": 4 * plan.splits // 3},
+            "splits x 2/3": {"splits": 2 * plan.splits // 3},
             "other warps": {"warps": 6 - plan.warps, "splits": plan.splits},
         }  # fmt: skip
         call = (q, k, v, None, spec.literal, None, None)

@@ -5,8 +5,7 @@
 
 A shape is headsize x batch x heads x length @ window; a tile is m,n,warps,stages[,registers[,tma]]. All tiles
 compile in parallel first. A tile whose results differ from the first one's prints the difference and no time. Without
---tiles every kernel tries those of CANDIDATES that fit. "gluon" are the kernels that window_op.HOPPER_... choose when
-these sets hold everything.
+--tiles every kernel tries those of CANDIDATES that fit. "gluon": with the kernels for Hopper, as far as there are any.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "query_gradient": ("64,32,4,3", "64,32,4,3,0,1", "64,64,4,2,0,1"),
     "key_gradient": ("64,64,4,2,0,1", "64,64,8,2", "64,128,8,2,0,1"),
 }
-EVERYTHING = frozenset((kind, d) for kind in ("softmax", "cosine", "softplus") for d in (64, 128))
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -45,7 +43,7 @@ def call(
 ) -> tuple[list, list]:  # fmt: skip
     """Results (o, dq, dk, dv) and launches (kernel, grid, arguments, constants) with the tile of one kernel changed."""
     import lssar
-    from lssar.ops.fused import tiles, window_op
+    from lssar.ops.fused import op, tiles, window_op
     from lssar.ops.fused.launch import start_kernel
 
     q, k, v, do = tensors
@@ -57,9 +55,10 @@ def call(
         start_kernel(kernel, grid, arguments, constants)
 
     tiles.CHOSEN.clear()
-    chosen = EVERYTHING if gluon else frozenset()
-    for name in [name for name in vars(window_op) if name.startswith("HOPPER_")]:
-        setattr(window_op, name, chosen)
+    found = op.hopper_kernels = getattr(op.hopper_kernels, "found", op.hopper_kernels)
+    if not gluon:
+        op.hopper_kernels = lambda *_: None
+        op.hopper_kernels.found = found
     if tile is not None:
         part, text = tile
         m, n, warps, stages, registers, tma = ([int(x) for x in text.split(",")] + [0, 0])[:6]

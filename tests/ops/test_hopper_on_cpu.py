@@ -14,7 +14,7 @@ if torch.cuda.is_available():
     pytest.skip("the kernels themselves are tested", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from lssar.ops.fused import fused_attention, op, tiles, window_attention, window_op
+from lssar.ops.fused import fused_attention, op, window_attention, window_op
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
@@ -163,10 +163,6 @@ def window_in_gluon(hopper, monkeypatch):
         start(kernel, *arguments)
 
     monkeypatch.setattr(window_op, "start_kernel", record)
-    every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS for D in (64, 128))
-    monkeypatch.setattr(window_op, "HOPPER_KEY_GRADIENT", every)
-    monkeypatch.setattr(window_op, "HOPPER_QUERY_GRADIENT", every)
-    monkeypatch.setattr(window_op, "HOPPER_FORWARD", every)
     return lambda: sum(launched)
 
 
@@ -206,11 +202,12 @@ def test_forward_of_windows(window_in_gluon, monkeypatch, length):
         for part, a, b in zip(("o", "dq", "dk", "dv"), got, want):
             allowed = 0.012 * max(b.norm(), 0 if part in ("o", "dv") else terms)
             assert (a - b).norm() <= allowed, f"{name}, {part}"
-        with monkeypatch.context() as triton:
-            triton.setattr(window_op, "HOPPER_QUERY_GRADIENT", frozenset())
-            dgain = with_gradients(call, (q, k, v, gain), do)[4]  # a sum that cancels: both are off by the same
-        assert (got[4] - dgain).norm() <= 0.01 * dgain.norm(), name
-    assert launches == 6 and window_in_gluon() == 12
+        with monkeypatch.context() as triton:  # a sum that cancels: no farther off than twice that of these kernels
+            triton.setattr(op, "hopper_kernels", lambda *_: None)
+            dgain = with_gradients(call, (q, k, v, gain), do)[4]
+        off, of_triton = ((x - want[4]).norm() for x in (got[4], dgain))
+        assert off <= 2 * of_triton + 0.01 * want[4].norm(), name
+    assert launches == 6 and window_in_gluon() == 10
 
 
 @pytest.mark.parametrize(("Lq", "Lk"), [(64, 190), (128, 40)])

@@ -330,18 +330,10 @@ def test_gpu_values_that_are_not_finite(dtype, D, spec):
             check_not_finite(spec, dtype, which, bad, at, L=333, D=D, window=128)
 
 
-@pytest.fixture
-def gluon(monkeypatch):
-    """Every kind and head size in Gluon, as far as there are kernels."""
-    every = frozenset((kind, D) for kind in tiles.WINDOW_KINDS for D in (64, 128))
-    for name in ("HOPPER_FORWARD", "HOPPER_QUERY_GRADIENT", "HOPPER_KEY_GRADIENT"):
-        monkeypatch.setattr(window_op, name, every)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssa", "lssar", "lssar p=2.5"])
 @pytest.mark.parametrize("D", [64, 128])
-def test_gpu_gluon(gluon, D, spec):
+def test_gpu_gluon(D, spec):
     """Also many times over, as a tile that is read too early shows in few blocks, and not always."""
     views = [{"window": 128}, {"window": 500}]
     if spec == "lssar":
@@ -358,7 +350,7 @@ def test_gpu_gluon(gluon, D, spec):
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
 @pytest.mark.parametrize("D", [64, 128])
-def test_gpu_gluon_of_values_that_are_not_finite(gluon, D, spec):
+def test_gpu_gluon_of_values_that_are_not_finite(D, spec):
     for which in ("q", "k", "v", "dO"):
         for bad, at in ((torch.nan, 150), (-torch.inf, 0)):
             check_not_finite(spec, torch.bfloat16, which, bad, at, L=320, D=D, window=128)

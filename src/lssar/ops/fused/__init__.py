@@ -135,7 +135,7 @@ def _checked_gain(gain: Tensor | None, q: Tensor) -> Tensor | None:
     return gain
 
 
-SHORT_WINDOW = 256
+SHORT_WINDOW = 512
 """Longest window for which LSSA and LSSAR use the windowed kernels; over more keys the general ones are faster."""
 
 

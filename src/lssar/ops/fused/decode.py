@@ -463,7 +463,7 @@ class Plan:
     """How norms of keys are computed: see _score_keys."""
     ahead: bool
     """Overlap the end of each kernel with the beginning of the next (programmatic dependent launch; from Hopper on)."""
-    fetch: bool = True
+    fetch: bool
     """Ask for keys and values that will be read to be brought to L2."""
     block: int = 64
     """Keys of a tile."""
@@ -502,8 +502,8 @@ def cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | 
 
 def plan_for(
     q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
-    norms: str | None = None, ahead: bool | None = None, fetch: bool = Plan.fetch, block: int = Plan.block,
-    stages: int = Plan.stages, tiles: int = 1,
+    norms: str | None = None, ahead: bool | None = None, fetch: bool | None = None, block: int = Plan.block,
+    stages: int = Plan.stages, tiles: float = 1,
 ) -> Plan:  # fmt: skip
     """The plan for queries against `heads` key heads of `length` keys; what is given stays. tiles: how many of `block`
     keys or values a program has in flight at each stage."""
@@ -518,10 +518,12 @@ def plan_for(
     if splits is None:
         registers = 32 * warps * max(80, block_d)  # about what the compiler uses
         shared_memory = getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY)
-        tile_bytes = tiles * stages * block * block_d * q.element_size()
+        tile_bytes = int(tiles * stages * block * block_d * q.element_size())
         splits = choose_splits(programs, length, tile_bytes, registers, processors, shared_memory)
     if ahead is None:
         ahead = can_overlap(q)
+    if fetch is None:  # at head size 128 it takes longer than it saves, by 2 to 8%
+        fetch = block_d <= 64
     return Plan(splits, warps, norms, ahead, fetch, block, stages)
 
 

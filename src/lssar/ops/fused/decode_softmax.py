@@ -36,6 +36,9 @@ from lssar.ops.fused.window import FAR, near_one
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
+TILES = 1.5
+"""Tiles in flight for plan_for: keys, and values in part. At head size 64 this is one wave of six programs on a
+multiprocessor, faster than four or eight."""
 PLANES = 3
 """Numbers that a split leaves for each row: its largest score, its sum of weights, and what scores are scaled by."""
 
@@ -249,7 +252,7 @@ def decode(
     if cache.length == 0:
         return o.zero_()
     constants = _constants(spec, D, q.dtype)
-    how = plan_for(q, cache.heads, cache.length, False, tiles=2, **plan)
+    how = plan_for(q, cache.heads, cache.length, False, tiles=TILES, **plan)
     group = Hq // cache.heads
     split_length = ceil_div(ceil_div(cache.length, how.splits), how.block) * how.block
     splits = ceil_div(cache.length, split_length)

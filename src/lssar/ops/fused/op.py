@@ -105,11 +105,11 @@ def steep_rows(dtype: torch.dtype, p: float) -> bool:
 
 @functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
-    """The Gluon kernels for a part (`forward` or `backward`), or None if they do not apply or are not faster.
+    """The Gluon kernels for a part (`forward`, `backward` or `window`), or None if they do not apply or are not faster.
 
     They are written for head sizes 64 and 128 on Hopper. Of the forward at head size 64 Triton's schedule is as good.
     """
-    faster = d == 128 or (d == 64 and part == "backward")
+    faster = d == 128 or (d == 64 and part != "forward")
     if not faster or not switches.GLUON or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     if torch.cuda.get_device_capability()[0] != 9:

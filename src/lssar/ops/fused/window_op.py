@@ -25,14 +25,8 @@ from lssar.specs import AttentionSpec
 KEY_BLOCK = 64
 LARGEST_CHAIN = 1024
 """Whole powers up to this are made by multiplications."""
-HOPPER_KEY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
-"""Kinds (of tiles.WINDOW_KINDS) and head sizes whose dk and dv the Gluon kernel computes, where it can."""
-HOPPER_FORWARD: frozenset[tuple[str, int]] = frozenset()
-"""The same for the forward of windows that FORWARD_BLOCK allows."""
 FORWARD_BLOCK = 64
 """Rows and keys of a tile of the Gluon forward, which takes three tiles of keys."""
-HOPPER_QUERY_GRADIENT: frozenset[tuple[str, int]] = frozenset()
-"""The same for dq."""
 REPAIRED_BLOCKS = 64
 """Blocks of keys or rows that a program of a repair looks at."""
 LARGEST_SPREAD = 100.0
@@ -104,13 +98,13 @@ class _Call:
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
 
-    def hopper(self, chosen: frozenset[tuple[str, int]], *tensors: Tensor) -> ModuleType | None:
-        """The Gluon kernels if they can run and are chosen; tensors: those that are read by descriptors."""
+    def hopper(self, *tensors: Tensor) -> ModuleType | None:
+        """The Gluon kernels if they can run; tensors: those that are read by descriptors."""
         c = self.constants
-        known = (self.kind, self.D) in chosen and not self.wide and (c["COSINE"] or not c["LOG_N"])
+        known = not self.wide and (c["COSINE"] or not c["LOG_N"])
         if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(*tensors) or _expanded(*tensors):
             return None
-        return op.hopper_kernels(self.D, "backward")
+        return op.hopper_kernels(self.D, "window")
 
     def run(
         self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
@@ -154,7 +148,7 @@ def _forward(
         q, k, v, o, rows, key_scale, q if gain is None else gain, call.p, rows.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
     )  # fmt: skip
-    hopper = call.hopper(HOPPER_FORWARD, q, k, v)
+    hopper = call.hopper(q, k, v)
     near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1 and (call.Lk - call.Lq) % FORWARD_BLOCK == 0
     if hopper is not None and near:
         _forward_in_gluon(call, hopper, q, k, v, o, rows, key_scale, arguments)
@@ -224,7 +218,7 @@ def _query_gradient(
     )  # fmt: skip
     steps = _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)
     more = {"GAIN": call.gain is not None, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
-    hopper = call.hopper(HOPPER_QUERY_GRADIENT, q, k, v, do)
+    hopper = call.hopper(q, k, v, do)
     if hopper is None:
         tile = call.run(
             "query_gradient", gradients.query_gradient_kernel,
@@ -267,7 +261,7 @@ def _key_gradient(
         *itertools.chain(*strides), *call.shapes,
     )  # fmt: skip
     constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
-    hopper = call.hopper(HOPPER_KEY_GRADIENT, q, v, do)
+    hopper = call.hopper(q, v, do)
     if hopper is not None:
         tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
     # whole tiles of rows, each within two blocks of the dq kernel at most
