@@ -53,7 +53,7 @@ JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
     tests(
         "new", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
-        "tests/ops/test_linear.py",
+        "tests/ops/test_decode_path.py tests/ops/test_linear.py",
     ),
     Job("parts", PARTS, 60),
     Job("mixed-train", "benchmarks/mixed_model.py train --out OUT/CARD-mixed-train.json", 240),
