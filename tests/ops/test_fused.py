@@ -17,7 +17,7 @@ from tests.helpers import eager, eager_runs, seeded, with_gradients
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from lssar.ops.fused import decode  # noqa: E402
+from lssar.ops.fused import decode, decode_softmax  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -543,6 +543,20 @@ def test_programs_take_turns(heads, blocks, together, sizes):
     taken = list(zip(of.tolist(), block.tolist()))
     assert sorted(taken) == [(h, b) for h in range(heads) for b in range(blocks)]
     assert taken == sorted(taken, key=lambda turn: (group_of[turn[0]], turn[1], turn[0]))
+
+
+@pytest.mark.parametrize("kilobytes", [227, 163, 99])
+def test_tiles_of_decode_fit_shared_memory(kilobytes, monkeypatch):
+    monkeypatch.setattr(decode, "SHARED_MEMORY", kilobytes * 1024)
+    for size in (64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            q = torch.empty(1, 4, 1, size, dtype=dtype)
+            for tiles in (1, decode_softmax.TILES):
+                plan = decode.plan_for(q, 1, 1000, False, tiles=tiles)
+                kinds = 1 if tiles == 1 else 2  # keys, and values
+                assert kinds * (plan.stages - 1) * plan.block * size * dtype.itemsize < kilobytes * 1024
+                assert size == 256 or plan.block == 64
+    assert decode.plan_for(q, 1, 1000, False, block=64, stages=3).stages == 3  # what is given stays
 
 
 def test_splits_of_decode_fill_the_card():

@@ -43,7 +43,8 @@ from lssar.ops.fused.tiles import ceil_div, power_of_two
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
 MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory and registers would hold
 REGISTERS = 65536  # of a multiprocessor
-SHARED_MEMORY = 227 * 1024  # a multiprocessor's, where PyTorch does not say
+SHARED_MEMORY = 227 * 1024  # a multiprocessor's and a program's, where PyTorch does not say
+OTHER_BYTES = 8192  # at most, of a program's shared memory besides tiles
 FETCHED_BYTES = tl.constexpr(64)  # that a request brings to L2
 COSINE_CODES = tl.constexpr(32000.0)  # what cosines are multiplied by as 16-bit integers: leaves room for roundings
 TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # float32 numbers of this size have no fraction
@@ -64,6 +65,20 @@ def choose_splits(
     used = [heads * splits / (ceil_div(heads * splits, places) * places) for splits in choices]
     best = next((i for i, share in enumerate(used) if share >= 0.9), used.index(max(used)))
     return max(1, min(choices[best], ceil_div(length, SHORTEST_SPLIT)))
+
+
+def fitting_tiles(row_bytes: int, block: int, stages: int, shared_memory: int) -> tuple[int, int]:
+    """Keys of a tile and stages, at most those given, so that tiles fit a program's shared memory.
+
+    row_bytes: of a key, and of its value where both are fetched ahead. A tile is being used while stages - 2 others are
+    fetched.
+    """
+    while row_bytes * block * (stages - 1) + OTHER_BYTES > shared_memory and block > 16:
+        if stages > 2:
+            stages -= 1
+        else:
+            block //= 2
+    return block, stages
 
 
 @triton.jit
@@ -518,8 +533,8 @@ def cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | 
 
 def plan_for(
     q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
-    norms: str | None = None, ahead: bool | None = None, fetch: bool | None = None, block: int = Plan.block,
-    stages: int = Plan.stages, tiles: float = 1,
+    norms: str | None = None, ahead: bool | None = None, fetch: bool | None = None, block: int | None = None,
+    stages: int | None = None, tiles: float = 1,
 ) -> Plan:  # fmt: skip
     """The plan for queries against `heads` key heads of `length` keys; what is given stays. tiles: how many of `block`
     keys or values a program has in flight at each stage."""
@@ -531,6 +546,11 @@ def plan_for(
         norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
     if warps is None:  # computing norms pays for two more, except for small bfloat16 heads that do not fill the GPU
         warps = 2 if unit_keys or (norms == "product" and block_d <= 64 and programs < processors) else 4
+    if block is None and stages is None:
+        most = getattr(card, "shared_memory_per_block_optin", SHARED_MEMORY)
+        row_bytes = math.ceil(tiles) * block_d * q.element_size()
+        block, stages = fitting_tiles(row_bytes, Plan.block, Plan.stages, most)
+    block, stages = block or Plan.block, stages or Plan.stages
     if splits is None:
         registers = 32 * warps * max(80, block_d)  # about what the compiler uses
         shared_memory = getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY)
