@@ -79,6 +79,16 @@ def test_extreme_norms(name, q_size, k_size):
         check(q, k, v, name, found)
 
 
+@pytest.mark.parametrize("exponent", [-146, 125])
+def test_keys_at_the_ends_of_the_range(exponent):
+    """1 / |k| or the product of query and key is beyond float32's range."""
+    q, k, v = tensors()
+    k = k.sign() * 2.0 ** k.abs().clamp(max=2).round()  # so that no scale rounds them
+    with torch.no_grad():
+        found, expected = (fused.softmax_decode(q, x, v, SPECS["cosine_softmax"]) for x in (k * 2.0**exponent, k))
+    torch.testing.assert_close(found, expected)
+
+
 def test_gain_multiplies_cosines():
     q, k, v = tensors()
     gain = torch.tensor([0.5, 2.0, -1.0, 0.0], device=DEVICE)

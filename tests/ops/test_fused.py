@@ -17,7 +17,7 @@ from tests.helpers import eager, eager_runs, seeded, with_gradients
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from lssar.ops.fused import decode  # noqa: E402
+from lssar.ops.fused import decode, decode_softmax  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -332,6 +332,18 @@ def test_decode_of_half_types_keeps_cosines_finely(dtype, bound):
         assert (o.float() - exact).norm() < bound * exact.norm(), tolerance
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=NAMES.get)
+def test_decode_of_keys_that_are_closer_than_stored_cosines(dtype):
+    """Two bundles of keys, apart by less than a step of what is stored, or by a few: some keys have all the weight."""
+    for seed in range(8):
+        q, k, v, _ = tensors(Hq=1, Lq=1, Lk=90, dtype=dtype, seed=seed)
+        k = k[:, :, :1].repeat(1, 1, 90, 1)
+        smallest = k[0, 0, 0].abs().argmin()
+        k[:, :, 40:, smallest] *= 1.01 if seed % 2 else 0.99
+        o = fused_decode(q, k, v.abs() + 1, p=15)
+        assert o.min() >= 1, seed
+
+
 @pytest.mark.parametrize("page", [0, 16])
 def test_decode_with_offsets_of_64_bits(page, monkeypatch):
     q, k, v, _ = tensors(Hq=4, Hkv=2, Lq=1, Lk=90, D=20)
@@ -349,6 +361,18 @@ def test_decode_with_offsets_of_64_bits(page, monkeypatch):
     assert [x.wide for x in found] == [False]
 
 
+def test_offsets_of_cosines_need_64_bits_before_those_of_keys(monkeypatch):
+    """32 rows have twice as many cosines with a key as the key has entries."""
+    wide = []
+    monkeypatch.setattr(decode, "start_kernel", lambda *a: wide.append(a[-1].get("WIDE")))
+    for length, expected in ((2**25, False), (2**26, True)):
+        sizes = (1, 32, 1, 16), (1, 1, length, 16)
+        q, k = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in sizes)
+        decode.decode(q, k, k, None, 15, None, None, None, 0.0)
+        assert wide == [expected, expected, None]
+        wide.clear()
+
+
 def test_decode_of_unit_keys():
     q, k, v, _ = tensors(Lq=1, Lk=70)
     unit = k / k.norm(dim=-1, keepdim=True)
@@ -357,9 +381,11 @@ def test_decode_of_unit_keys():
 
 def test_decode_of_extreme_norms():
     q, k, v, _ = tensors(Lq=1, Lk=70, dtype=torch.bfloat16)
+    k = k.sign() * 2.0 ** k.abs().clamp(max=2).round()  # so that no scale rounds them
     exact = eager(q.double(), k.double(), v.double(), spec_of(15), torch.float64, causal=True)
-    for exponent in (0, -90, 60):  # the squares of the keys are neither lost nor overflow
-        o = fused_decode(q * 2.0**-exponent, k * 2.0**exponent, v, p=15)
+    # neither the squares of the keys nor their products with the query are lost or overflow, nor does 1 / |k|
+    for exponent in (0, -90, 60, -132, 125):
+        o = fused_decode(q * 2.0 ** min(max(-exponent, -100), 100), k * 2.0**exponent, v, p=15)
         assert (o.double() - exact).norm() < 0.01 * exact.norm(), exponent
 
 
@@ -517,6 +543,20 @@ def test_programs_take_turns(heads, blocks, together, sizes):
     taken = list(zip(of.tolist(), block.tolist()))
     assert sorted(taken) == [(h, b) for h in range(heads) for b in range(blocks)]
     assert taken == sorted(taken, key=lambda turn: (group_of[turn[0]], turn[1], turn[0]))
+
+
+@pytest.mark.parametrize("kilobytes", [227, 163, 99])
+def test_tiles_of_decode_fit_shared_memory(kilobytes, monkeypatch):
+    monkeypatch.setattr(decode, "SHARED_MEMORY", kilobytes * 1024)
+    for size in (64, 128, 256):
+        for dtype in (torch.bfloat16, torch.float32):
+            q = torch.empty(1, 4, 1, size, dtype=dtype)
+            for tiles in (1, decode_softmax.TILES):
+                plan = decode.plan_for(q, 1, 1000, False, tiles=tiles)
+                kinds = 1 if tiles == 1 else 2  # keys, and values
+                assert kinds * (plan.stages - 1) * plan.block * size * dtype.itemsize < kilobytes * 1024
+                assert size == 256 or plan.block == 64
+    assert decode.plan_for(q, 1, 1000, False, block=64, stages=3).stages == 3  # what is given stays
 
 
 def test_splits_of_decode_fill_the_card():

@@ -133,6 +133,27 @@ def test_decode_of_several_rows():
     torch.testing.assert_close(o[:, :, :1], clean[:, :, :1], rtol=0, atol=2 * LENGTH * 2.0**-24 * largest)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [None, 15])
+def test_decode_of_a_query_or_key_that_is_not_finite(p, dtype):
+    """Half types keep cosines as integers, which hold no NaN."""
+    (q, k, v), _ = inputs(dtype)
+    q = q[:, :, -2:].clone()
+    clean = fused.fused_decode(q, k, v, p=p, tolerance=0.0)
+    for bad in (torch.nan, torch.inf):
+        wrong = k.clone()
+        wrong[0, 0, -1, 5] = bad
+        o = fused.fused_decode(q, wrong, v, p=p, tolerance=0.0)
+        assert o[:, :, 1].isnan().all() and o[:, :, 0].isfinite().all()
+        wrong = q.clone()
+        wrong[0, 1, 0, 5] = bad
+        o = fused.fused_decode(wrong, k, v, p=p, tolerance=0.0)
+        assert o[0, 1, 0].isnan().all()
+        # Other keys matter to the rows together, so that sums have another order.
+        torch.testing.assert_close(o[:, 0], clean[:, 0])
+        torch.testing.assert_close(o[:, 1, 1], clean[:, 1, 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_largest_values_and_keys(dtype):
     """Sums of values beyond float32's range, and keys of the largest norms, forward and backward."""

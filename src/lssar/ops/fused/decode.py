@@ -29,7 +29,6 @@ from lssar.ops.fused.primitives import (
     dot,
     ex2_neg_abs,
     exact_unit_rows,
-    inverse_norms,
     log2_1p,
     power,
     saturate,
@@ -44,9 +43,11 @@ from lssar.ops.fused.tiles import ceil_div, power_of_two
 SHORTEST_SPLIT = 256  # keys: every split looks at the sums of all the others
 MOST_PROGRAMS = 16  # on a multiprocessor, whatever its shared memory and registers would hold
 REGISTERS = 65536  # of a multiprocessor
-SHARED_MEMORY = 227 * 1024  # a multiprocessor's, where PyTorch does not say
+SHARED_MEMORY = 227 * 1024  # a multiprocessor's and a program's, where PyTorch does not say
+OTHER_BYTES = 8192  # at most, of a program's shared memory besides tiles
 FETCHED_BYTES = tl.constexpr(64)  # that a request brings to L2
 COSINE_CODES = tl.constexpr(32000.0)  # what cosines are multiplied by as 16-bit integers: leaves room for roundings
+TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # float32 numbers of this size have no fraction
 FAR_SCORE = tl.constexpr(1e30)
 
 
@@ -64,6 +65,20 @@ def choose_splits(
     used = [heads * splits / (ceil_div(heads * splits, places) * places) for splits in choices]
     best = next((i for i, share in enumerate(used) if share >= 0.9), used.index(max(used)))
     return max(1, min(choices[best], ceil_div(length, SHORTEST_SPLIT)))
+
+
+def fitting_tiles(row_bytes: int, block: int, stages: int, shared_memory: int) -> tuple[int, int]:
+    """Keys of a tile and stages, at most those given, so that tiles fit a program's shared memory.
+
+    row_bytes: of a key, and of its value where both are fetched ahead. A tile is being used while stages - 2 others are
+    fetched.
+    """
+    while row_bytes * block * (stages - 1) + OTHER_BYTES > shared_memory and block > 16:
+        if stages > 2:
+            stages -= 1
+        else:
+            block //= 2
+    return block, stages
 
 
 @triton.jit
@@ -156,16 +171,20 @@ def fast_rsqrt(x):
 
 
 @triton.jit
-def _stored_cosine(x, dtype: tl.constexpr):
-    """Cosines as 16-bit integers, which are finer than half floats of scores, or as they are."""
+def _cosine_offsets(keys, R: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets [N, 1] of the cosines of R rows with each key. WIDE: they may need 64 bits."""
+    return ((keys.to(tl.int64) if WIDE else keys) * R)[:, None]
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr):
+    """Cosines as they are stored: for 16-bit integers, which are finer than half floats of scores, x is rounded."""
     if dtype != tl.int16:
         return x
-    elif USE_PTX:  # rounds and saturates
-        codes = x * COSINE_CODES
-        return tl.inline_asm_elementwise("cvt.rni.s16.f32 $0, $1;", "=h,f", [codes], tl.int16, True, 1)
+    elif USE_PTX:  # saturates
+        return tl.inline_asm_elementwise("cvt.rni.s16.f32 $0, $1;", "=h,f", [x], tl.int16, True, 1)
     else:
-        codes = tl.minimum(tl.maximum(x * COSINE_CODES, -32767.0), 32767.0)
-        return tl.floor(codes + 0.5).to(tl.int16)
+        return tl.minimum(tl.maximum(x, -32767.0), 32767.0).to(tl.int16)
 
 
 @triton.jit
@@ -185,7 +204,8 @@ def _score_keys(
 ):  # fmt: skip
     """Cosines of keys lo..stop to x_ptr; sum of 2a and largest x [R]; whether a norm was near the ends of float32.
 
-    q times q_scale are unit vectors; row_scale makes cosines scores.
+    q times q_scale are unit vectors, times COSINE_CODES where cosines become 16-bit integers; row_scale makes scores of
+    what is stored. Sum and maximum are of what is stored too: of close keys, all might be rounded to below the mean.
     NORMS: "unit" (the cache holds unit keys), "robust" (right also near the ends of float32's range), "fast", or
     "product": the tensor cores add the squares, rounded to the keys' type, so that nothing is exchanged between
     threads. That is for bfloat16 (the squares of float16 might overflow); its roundings cancel well enough in the sum.
@@ -206,9 +226,12 @@ def _score_keys(
         inside = (keys < stop)[:, None]
         k_mask = inside & (columns < D)[None, :]
         k = tl.load(k_rows + k_at, mask=k_mask, other=0.0)  # [N, D]
+        if NORMS == "robust":
+            k_near, k_scale = exact_unit_rows(k.to(tl.float32))
+            k = k_near.to(k.dtype)
         x = dot(k, tl.trans(q), PRECISION=DOT) * q_scale[None, :]  # [N, R]
         if NORMS == "robust":
-            x *= inverse_norms(k.to(tl.float32))[:, None]
+            x *= k_scale[:, None]
         elif NORMS != "unit":
             if NORMS == "product":
                 square = dot(squares(k), ones, PRECISION=DOT)  # [N, 1]
@@ -219,7 +242,9 @@ def _score_keys(
             lowest = tl.minimum(lowest, square)
             highest = tl.maximum(highest, square)
             x *= fast_rsqrt(square)
-        tl.store(x_rows + (keys * R)[:, None], _stored_cosine(x, x_ptr.dtype.element_ty), mask=inside)
+        if x_ptr.dtype.element_ty == tl.int16:
+            x = (x + TO_INTEGERS) - TO_INTEGERS
+        tl.store(x_rows + _cosine_offsets(keys, R, WIDE), _stored(x, x_ptr.dtype.element_ty), mask=inside)
         x = tl.where(keys[:, None] < n[None, :], x * row_scale[None, :], HIDDEN)
         total += x + tl.abs(x) + 2.0 * log2_1p(ex2_neg_abs(x), PRECISE)
         largest = tl.maximum(largest, x)
@@ -268,6 +293,9 @@ def score_kernel(
     q = q.to(q_raw.dtype)
     n = _visible(rows, length, Lq)  # [R]
     row_scale = _row_scales(gain_ptr, h_kv, rows, n, GROUP, Lq, LOG_D, HAS_GAIN)
+    row_scale = _scale_of_stored(row_scale, x_ptr.dtype.element_ty)
+    if x_ptr.dtype.element_ty == tl.int16:
+        q_scale *= COSINE_CODES
     x_ptr += head.to(tl.int64) * x_stride * BLOCK_R
     total, largest, extreme = _score_keys(
         q, q_scale, row_scale, tl.minimum(n, stop), rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
@@ -277,10 +305,11 @@ def score_kernel(
     if NORMS != "unit":  # noqa: SIM102 (the outer one is decided when compiling)
         if extreme:
             tl.debug_barrier()  # what follows overwrites what other threads have stored
+            # smaller tiles: with those of the first pass, this one decides how many registers the kernel needs
             total, largest, extreme = _score_keys(
                 q, q_scale, row_scale, tl.minimum(n, stop), rows, k_ptr, x_ptr, lo, stop, length, b, h_kv,
                 k_stride_b, k_stride_h, k_stride_l, table_ptr, table_stride, columns,
-                D, PAGE, WIDE, LOG_DEGREE == 0, DOT, "robust", BLOCK_R, BLOCK_N, 1,
+                D, PAGE, WIDE, LOG_DEGREE == 0, DOT, "robust", BLOCK_R, BLOCK_N // 2, 1,
             )  # fmt: skip
     row_at = head.to(tl.int64) * BLOCK_R + rows
     tl.store(sum_ptr + row_at * splits + split, total, mask=row_inside)
@@ -334,13 +363,12 @@ def value_kernel(
     o = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     z = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     spoiled = tl.zeros([BLOCK_R], tl.int32)
-    slope = tl.zeros([BLOCK_R], tl.float32)
     if REWEIGHT:
         power_p = P if P > 0 else exponent
         some = tl.arange(0, BLOCK_X)
         # before the sums, which are used first: the two waits become one
         cosines = tl.load(
-            x_rows + ((lo + some) * BLOCK_R)[:, None], mask=(lo + some < stop)[:, None], other=0
+            x_rows + _cosine_offsets(lo + some, BLOCK_R, WIDE), mask=(lo + some < stop)[:, None], other=0
         )  # [X, R]
         every = tl.arange(0, BLOCK_SPLITS)
         part_at = row_at[:, None] * splits + every[None, :]
@@ -362,6 +390,9 @@ def value_kernel(
             least = tl.floor(tl.minimum(tl.maximum(least, -40000.0), 40000.0)).to(tl.int32)
         else:
             sign = sign.to(tl.float32)
+        scored = slope
+    else:
+        scored = tl.load(sum_ptr + row_at * splits + split, mask=row_inside, other=0.0)  # [R]
     count = 0  # keys listed
     done = lo  # where the list is read next
     for first in tl.range(lo, stop, BLOCK_X if REWEIGHT else split_length):
@@ -369,7 +400,8 @@ def value_kernel(
             candidates = first + some
             following = candidates + BLOCK_X
             cosine = cosines.to(sign.dtype)
-            cosines = tl.load(x_rows + (following * BLOCK_R)[:, None], mask=(following < stop)[:, None], other=0)
+            x_at = _cosine_offsets(following, BLOCK_R, WIDE)
+            cosines = tl.load(x_rows + x_at, mask=(following < stop)[:, None], other=0)
             if HAS_GAIN:  # which may be negative
                 cosine *= sign[None, :]
             above = cosine > least[None, :]
@@ -400,7 +432,7 @@ def value_kernel(
             at = key_offsets(keys, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
             v_mask = inside[:, None] & (columns < D)[None, :]
             v = tl.load(v_rows + at, mask=v_mask, other=0.0)  # [N, D]
-            x = tl.load(x_rows + (keys * BLOCK_R)[:, None], mask=inside[:, None], other=0)  # [N, R]
+            x = tl.load(x_rows + _cosine_offsets(keys, BLOCK_R, WIDE), mask=inside[:, None], other=0)  # [N, R]
             two_a = softplus2(x.to(tl.float32) * scale[None, :], LOG_DEGREE)
             if REWEIGHT:
                 weight = power(weight_root(two_a, slope[None, :], intercept[None, :], LOG_DEGREE), power_p)
@@ -415,8 +447,7 @@ def value_kernel(
             o = dot(tl.trans(weight.to(v.dtype)), v, o, PRECISION=DOT)  # [R, D]
         done = last
     z_sum = tl.sum(z, 0)  # [R]
-    if REWEIGHT:
-        z_sum = tl.where(slope == slope, z_sum, slope)  # a NaN score spoils the row
+    z_sum = tl.where(scored == scored, z_sum, scored)  # a NaN score, which integers do not hold, spoils the row
     z_sum = tl.where(spoiled > 0, float("nan"), z_sum)
     out_at = (row_at * splits + split)[:, None] * D + columns[None, :]
     tl.store(o_ptr + out_at, o, mask=row_inside[:, None] & (columns < D)[None, :])
@@ -502,8 +533,8 @@ def cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | 
 
 def plan_for(
     q: Tensor, heads: int, length: int, unit_keys: bool, *, splits: int | None = None, warps: int | None = None,
-    norms: str | None = None, ahead: bool | None = None, fetch: bool | None = None, block: int = Plan.block,
-    stages: int = Plan.stages, tiles: float = 1,
+    norms: str | None = None, ahead: bool | None = None, fetch: bool | None = None, block: int | None = None,
+    stages: int | None = None, tiles: float = 1,
 ) -> Plan:  # fmt: skip
     """The plan for queries against `heads` key heads of `length` keys; what is given stays. tiles: how many of `block`
     keys or values a program has in flight at each stage."""
@@ -515,6 +546,11 @@ def plan_for(
         norms = "unit" if unit_keys else "product" if q.dtype == torch.bfloat16 else "fast"
     if warps is None:  # computing norms pays for two more, except for small bfloat16 heads that do not fill the GPU
         warps = 2 if unit_keys or (norms == "product" and block_d <= 64 and programs < processors) else 4
+    if block is None and stages is None:
+        most = getattr(card, "shared_memory_per_block_optin", SHARED_MEMORY)
+        row_bytes = math.ceil(tiles) * block_d * q.element_size()
+        block, stages = fitting_tiles(row_bytes, Plan.block, Plan.stages, most)
+    block, stages = block or Plan.block, stages or Plan.stages
     if splits is None:
         registers = 32 * warps * max(80, block_d)  # about what the compiler uses
         shared_memory = getattr(card, "shared_memory_per_multiprocessor", SHARED_MEMORY)
@@ -548,6 +584,7 @@ def decode(
     rows = B * cache.heads * block_r
     x_stride = ceil_div(cache.length, 16) * 16
     half = q.dtype != torch.float32
+    wide = cache.wide or (cache.length + 1024) * block_r >= 2**31  # the cosines' offsets, too
     cosines = q.new_empty(rows * x_stride, dtype=torch.int16 if half else torch.float32)
     sums, largest, weight_sums = q.new_empty((3, rows, splits), dtype=torch.float32).unbind()
     o_parts = q.new_empty((rows, splits, D), dtype=torch.float32)
@@ -560,7 +597,7 @@ def decode(
         shape["launch_pdl"] = True
     common: dict[str, Any] = {
         **shape, "LOG_D": math.log(D), "BLOCK_D": max(16, power_of_two(D)), "HAS_LENGTHS": lengths is not None,
-        "PAGE": cache.page, "WIDE": cache.wide, "LOG_DEGREE": 5 if half else 0, "DOT": "tf32" if half else "ieee",
+        "PAGE": cache.page, "WIDE": wide, "LOG_DEGREE": 5 if half else 0, "DOT": "tf32" if half else "ieee",
         "HAS_GAIN": gain is not None, "BLOCK_N": how.block, "STAGES": how.stages, "num_warps": how.warps,
         "FETCH": how.fetch,
     }  # fmt: skip

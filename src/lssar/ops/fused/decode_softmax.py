@@ -30,7 +30,7 @@ from lssar.ops.fused.decode import (
     wait_for_last,
 )
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.primitives import LN2, LOG2E, dot, ex2, exact_unit_rows, inverse_norms, saturate
+from lssar.ops.fused.primitives import LN2, LOG2E, dot, ex2, exact_unit_rows, saturate
 from lssar.ops.fused.tiles import ceil_div, power_of_two
 from lssar.ops.fused.window import FAR, near_one
 from lssar.ops.numerics import scale_factor
@@ -70,11 +70,12 @@ def _attend(
         k = tl.load(k_rows + k_at, mask=mask, other=0.0)  # [N, D]
         v_at = key_offsets(keys, length, b, v_stride_b, v_stride_l, table_ptr, table_stride, PAGE, WIDE)
         v = tl.load(v_rows + v_at, mask=mask, other=0.0)  # [N, D]
+        if COSINE and NORMS == "robust":
+            k_near, k_scale = exact_unit_rows(k.to(tl.float32))
+            k, key_scale = k_near.to(k.dtype), k_scale[:, None]
         x = dot(k, tl.trans(q), PRECISION=DOT)  # [N, R]
         if COSINE:
-            if NORMS == "robust":
-                key_scale = inverse_norms(k.to(tl.float32))[:, None]
-            else:
+            if NORMS != "robust":
                 if NORMS == "product":
                     square = dot(squares(k), ones, PRECISION=DOT)  # [N, 1]
                 else:
