@@ -245,6 +245,15 @@ def test_gain(spec):
         assert size(x - r) <= bound * size(r), name
 
 
+def test_gains_that_are_not_contiguous():
+    q, k, v, do = tensors(Hq=3, Lq=20, D=16)
+    for gain in (torch.tensor([0.5, 9.0, 1.7, 9.0, -1.2, 9.0], device=DEVICE)[::2], q.new_tensor([1.7]).expand(3)):
+        call = lambda *x: fused.window_attention(*x, SPECS["lssar"], causal=True, window=9, gain=gain)  # noqa: B023, E731
+        got = with_gradients(call, (q, k, v), do)
+        gain = gain.contiguous()
+        assert all(torch.equal(a, b) for a, b in zip(got, with_gradients(call, (q, k, v), do)))
+
+
 def test_a_power_that_changes():
     """A 0-dim tensor in the place of the spec's p, whole or not."""
     q, k, v, do = tensors(Lq=40)
