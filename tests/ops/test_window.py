@@ -312,6 +312,25 @@ def test_batches_beyond_the_grid(monkeypatch):
     assert torch.equal(fused.window_attention(q, k, v, SPECS["softmax"], **view), expected)
 
 
+def test_heads_beyond_the_grid(monkeypatch):
+    q, k, v, _ = tensors(Hq=6, Hkv=3, Lq=10, D=16)
+    gain = torch.arange(6.0, device=DEVICE) - 2
+    launched = []
+
+    def record(kernel, grid, *given):
+        launched.append(grid)
+        start_kernel(kernel, grid, *given)
+
+    views = {"key_lengths": [7]}, {"cu_seqlens": [0, 3, 10]}
+    views = [{name: torch.tensor(x, device=DEVICE) for name, x in view.items()} for view in views]
+    call = lambda view: fused.window_attention(q, k, v, SPECS["lssar"], causal=True, window=5, gain=gain, **view)  # noqa: E731
+    expected = [call(view) for view in views]
+    monkeypatch.setattr(fused, "LARGEST_BATCH", 4)
+    monkeypatch.setattr(window_op, "start_kernel", record)
+    assert all(torch.equal(call(view), o) for view, o in zip(views, expected))
+    assert launched and all(heads <= 4 for _, heads, _ in launched)
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 5), (1, 2, 0)])
 def test_nothing_to_see(shape):
     B, H, Lk = shape
