@@ -235,6 +235,17 @@ def test_windows_of_norms_to_the_ends_of_the_range(window_in_gluon, monkeypatch,
     assert window_in_gluon() > 2
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_windows_of_small_queries_against_their_keys(window_in_gluon, D):
+    """All scores are far below zero, so slopes are large, and so is 1 / |q|: dq scales as it does."""
+    q, k, v, do = test_window.tensors(Hq=1, Lq=64, D=D, dtype=torch.bfloat16)
+    q, k = q[:, :, -1:] + 0.01 * q, 0.01 * k - q[:, :1, -1:]
+    large = test_window.run(q, k, v, do, test_window.SPECS["lssar"], window=50)[1]
+    small = test_window.run(q * 2.0**-90, k, v, do * 2.0**-90, test_window.SPECS["lssar"], window=50)[1]
+    assert (small - large).norm() <= 1e-3 * large.norm()
+    assert window_in_gluon() == 6
+
+
 def test_instructions():
     x = torch.randn(64, generator=seeded(0)).numpy()
     bits = x.view("uint32")

@@ -245,6 +245,15 @@ def test_gain(spec):
         assert size(x - r) <= bound * size(r), name
 
 
+def test_gains_that_are_not_contiguous():
+    q, k, v, do = tensors(Hq=3, Lq=20, D=16)
+    for gain in (torch.tensor([0.5, 9.0, 1.7, 9.0, -1.2, 9.0], device=DEVICE)[::2], q.new_tensor([1.7]).expand(3)):
+        call = lambda *x: fused.window_attention(*x, SPECS["lssar"], causal=True, window=9, gain=gain)  # noqa: B023, E731
+        got = with_gradients(call, (q, k, v), do)
+        gain = gain.contiguous()
+        assert all(torch.equal(a, b) for a, b in zip(got, with_gradients(call, (q, k, v), do)))
+
+
 def test_a_power_that_changes():
     """A 0-dim tensor in the place of the spec's p, whole or not."""
     q, k, v, do = tensors(Lq=40)
@@ -301,6 +310,25 @@ def test_batches_beyond_the_grid(monkeypatch):
     expected = fused.window_attention(q, k, v, SPECS["softmax"], **view)
     monkeypatch.setattr(fused, "LARGEST_BATCH", 2)
     assert torch.equal(fused.window_attention(q, k, v, SPECS["softmax"], **view), expected)
+
+
+def test_heads_beyond_the_grid(monkeypatch):
+    q, k, v, _ = tensors(Hq=6, Hkv=3, Lq=10, D=16)
+    gain = torch.arange(6.0, device=DEVICE) - 2
+    launched = []
+
+    def record(kernel, grid, *given):
+        launched.append(grid)
+        start_kernel(kernel, grid, *given)
+
+    views = {"key_lengths": [7]}, {"cu_seqlens": [0, 3, 10]}
+    views = [{name: torch.tensor(x, device=DEVICE) for name, x in view.items()} for view in views]
+    call = lambda view: fused.window_attention(q, k, v, SPECS["lssar"], causal=True, window=5, gain=gain, **view)  # noqa: E731
+    expected = [call(view) for view in views]
+    monkeypatch.setattr(fused, "LARGEST_BATCH", 4)
+    monkeypatch.setattr(window_op, "start_kernel", record)
+    assert all(torch.equal(call(view), o) for view, o in zip(views, expected))
+    assert launched and all(heads <= 4 for _, heads, _ in launched)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 5), (1, 2, 0)])

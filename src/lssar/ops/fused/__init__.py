@@ -158,14 +158,24 @@ def window_attention(
     """
     from lssar.ops.fused.window_op import forward_op
 
+    options: dict[str, Any] = dict(causal=causal, window=window, p=p)
+    outputs = []
     if q.shape[0] > LARGEST_BATCH:
-        options: dict[str, Any] = dict(causal=causal, window=window, p=p, gain=gain)
-        outputs = []
+        options["gain"] = gain
         for first in range(0, q.shape[0], LARGEST_BATCH):
             part = slice(first, first + LARGEST_BATCH)
             lengths = None if key_lengths is None else key_lengths[part]
             outputs.append(window_attention(q[part], k[part], v[part], spec, key_lengths=lengths, **options))
         return torch.cat(outputs)
+    if q.shape[1] > LARGEST_BATCH:
+        options |= dict(cu_seqlens=cu_seqlens, key_lengths=key_lengths)
+        group = q.shape[1] // k.shape[1]
+        step = max(LARGEST_BATCH // group, 1)
+        for first in range(0, k.shape[1], step):
+            keys, queries = slice(first, first + step), slice(first * group, (first + step) * group)
+            some = None if gain is None else gain[queries]
+            outputs.append(window_attention(q[:, queries], k[:, keys], v[:, keys], spec, gain=some, **options))
+        return torch.cat(outputs, 1)
     number, power = _power(p)
     if number is not None:
         spec = spec.replace(p=number)
@@ -173,7 +183,7 @@ def window_attention(
 
 
 LARGEST_BATCH = 65535
-"""The size of a grid's third axis."""
+"""The size of a grid's second and third axis."""
 
 
 FEW_ROWS = 16

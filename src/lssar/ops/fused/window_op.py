@@ -72,7 +72,7 @@ class _Call:
         self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility
         reweighted = self.constants["KIND"] == kernels.REWEIGHTED.value
         self.steep = reweighted and steep_rows(q.dtype, self.p)
-        self.gain = gain
+        self.gain = None if gain is None else gain.contiguous()
         self.wide = q.dtype != torch.bfloat16  # gradients of scores may leave float16's range
         longest = min(self.Lk, self.Lk if window is None else (window if causal else 2 * window))
         bound = self.constants["SCALE"] * (math.log(max(longest, 1)) if self.constants["LOG_N"] else 1.0)
@@ -145,7 +145,7 @@ def _forward(
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), rows.zero_(), key_scale
     arguments = (
-        q, k, v, o, rows, key_scale, q if gain is None else gain, call.p, rows.stride(0),
+        q, k, v, o, rows, key_scale, q if gain is None else call.gain, call.p, rows.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
     )  # fmt: skip
     hopper = call.hopper(q, k, v)

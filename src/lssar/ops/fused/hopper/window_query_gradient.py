@@ -230,8 +230,8 @@ def window_query_gradient_kernel(
     )  # fmt: skip
     if KIND == REWEIGHTED:
         gk = gk - sk * gl.convert_layout(mean, of_sums)[:, None]
-    if KIND != EXP:
-        factor = factor * half
+    if KIND != EXP:  # before the norm: the product of the two may leave float32's range
+        gk = gk * gl.convert_layout(half, of_sums)[:, None]
     if COSINE:
         norm = gl.convert_layout(inverse_norm, of_sums)
         lacking = norm
@@ -242,7 +242,6 @@ def window_query_gradient_kernel(
         checked = gl.sum(along, 0)
         if GAIN:
             along = gl.convert_layout(along, of_rows) * score_factor(n, 1.0, SCALE, LOG_N, False)
-            along = along if KIND == EXP else along * half
             gl.store(to_keys_ptr + at + GAIN_PLANE * row_plane, along, mask=inside)
     else:
         gk = gk * gl.convert_layout(factor, of_sums)[:, None]
