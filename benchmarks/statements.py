@@ -29,8 +29,8 @@ class Statement:
 class Table:
     """Means over seeds in a table of `lssar reproduce report`."""
 
-    def __init__(self, experiment: str):
-        self.rows = json.loads((ROOT / f"results/h200/tables/{experiment}.json").read_text())["rows"]
+    def __init__(self, experiment: str, scale: str = "h200"):
+        self.rows = json.loads((ROOT / f"results/{scale}/tables/{experiment}.json").read_text())["rows"]
 
     def values(self, label: str, kind: str, multiples: str = "1 16 64 512") -> dict[str, float]:
         """By multiple of the training length; kind: `length`, `passkey` or `needles`."""
@@ -210,6 +210,30 @@ def uniform_statements() -> list[Statement]:
     ]  # fmt: skip
 
 
+def budget_statements() -> list[Statement]:
+    """What the page of the long reader says of more tokens, at the scale of two cores."""
+    table = Table("budget", "laptop")
+    budgets = (2, 4, 8)
+
+    def above(label: str) -> list[float]:
+        """Nats above softmax with as many tokens, at the training length."""
+        at_1x = lambda label, n: table.values(f"{label}, {n}x the tokens", "length", "1")["1"]  # noqa: E731
+        return [at_1x(label, n) - at_1x("softmax", n) for n in budgets]
+
+    fixed, annealed = above("LSSAR, p = 15"), above("LSSAR annealed")
+    values = {f"fixed_{n}": f"{gap:.3f}" for n, gap in zip(budgets, fixed)}
+    values |= {f"annealed_{n}": f"{gap:.3f}" for n, gap in zip(budgets, annealed)}
+    return [
+        Statement(
+            "docs/long-reader.md",
+            """With 2, 4 and 8 times the tokens its loss at 1x is {fixed_2}, {fixed_4} and {fixed_8} nats above that of
+            softmax with p = 15 from the start, and {annealed_2}, {annealed_4} and {annealed_8} annealed""",
+            values,
+            all(sorted(gaps, reverse=True) == gaps and gaps[-1] > 0.02 for gaps in (fixed, annealed)),
+        )
+    ]
+
+
 def released_statements() -> list[Statement]:
     """What README and docs say of the released model books-6m."""
     folder = ROOT / "models/books-6m/evaluation"
@@ -292,6 +316,7 @@ def all_statements() -> list[Statement]:
         mixed_statements,
         larger_statements,
         uniform_statements,
+        budget_statements,
         released_statements,
     )
     return [statement for group in groups for statement in group()]
