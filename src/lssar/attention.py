@@ -97,14 +97,10 @@ def attention(
     if window is not None:
         window = min(window, WIDEST)
     spec, power = _power(spec, p)
-    gain = _of_heads(
-        "head_scale", head_scale, q, None if spec.head_scale is not None else f"{spec!r} has no head_scale"
-    )
+    gain = _of_heads("head_scale", head_scale, q, spec, "head_scale")
     if gain is None and spec.head_scale not in (None, 1):
         gain = q.new_full((q.shape[1],), spec.head_scale, dtype=working_dtype(q.dtype))
-    threshold = _of_heads(
-        "threshold", threshold, q, None if spec.learned_threshold else f"{spec!r} has no learned_threshold"
-    )
+    threshold = _of_heads("threshold", threshold, q, spec, "learned_threshold")
 
     if window is not None and causal and not return_weights and mask is cu_seqlens is key_lengths is key_ranges is None:
         k, v, window = _in_window(k, v, q.shape[2], window)
@@ -201,12 +197,12 @@ def _power(spec: AttentionSpec, p: Any) -> tuple[AttentionSpec, Tensor | None]:
     return spec, p
 
 
-def _of_heads(name: str, given: Any, q: Tensor, obstacle: str | None) -> Tensor | None:
-    """A learned number of each query head (Hq,), if one was given; `obstacle` says why none may be."""
+def _of_heads(name: str, given: Any, q: Tensor, spec: AttentionSpec, field: str) -> Tensor | None:
+    """A learned number of each query head (Hq,), if one was given. The field of the spec says whether it has one."""
     if given is None:
         return None
-    if obstacle is not None:
-        raise ValueError(f"{name} was given, but {obstacle}")
+    if getattr(spec, field) in (None, False):
+        raise ValueError(f"{name} was given, but {spec!r} has no {field}")
     if (
         not isinstance(given, Tensor)
         or not _is_plain(given)
@@ -245,8 +241,9 @@ def _refuse_forward_mode(impl: str, *tensors: Tensor | None) -> None:
 
 def _in_window(k: Tensor, v: Tensor, queries: int, window: int) -> tuple[Tensor, Tensor, int | None]:
     """Keys that the last `queries` rows can see through a causal window, and the window if it still hides any."""
-    first = max(0, k.shape[2] - queries - window + 1)
-    k, v = k[:, :, first:], v[:, :, first:]
+    first = k.shape[2] - queries - window + 1
+    if first > 0:
+        k, v = k[:, :, first:], v[:, :, first:]
     return k, v, window if window < k.shape[2] else None
 
 

@@ -290,11 +290,14 @@ class Tiles:
         if address % 16 or any(stride * size % 16 for stride in self.strides[:-1]) or self.strides[-1] != 1:
             raise Fault("the tensor memory accelerator cannot take this start or these strides")
         self.block_type = types.SimpleNamespace(nbytes=int(np.prod(self.block_shape)) * size)
-        self.pointer = base if isinstance(base, tl.tensor) else None
-        if self.pointer is None:
-            element = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[base.dtype]
-            handle = TensorHandle(np.array([address], np.uint64), tl.pointer_type(element))
-            self.pointer = tl.tensor(handle, tl.pointer_type(element))
+
+    @property
+    def pointer(self) -> tl.tensor:
+        if isinstance(self.base, tl.tensor):
+            return self.base
+        element = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[self.base.dtype]
+        handle = TensorHandle(np.array([self.base.data_ptr()], np.uint64), tl.pointer_type(element))
+        return tl.tensor(handle, tl.pointer_type(element))
 
     def values(self, start: list[int]) -> tl.tensor:
         """The tile from there on, zeros outside the tensor."""

@@ -1,7 +1,8 @@
 """Run forward and backward as on Hopper with something in the place of a card, and print what reached it as JSON.
 
 `python -m tests.ops.launch_hopper_without_card HEAD_SIZE [MECHANISM]`: kernels are compiled for sm_90, and each launch
-is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in Gluon and in Triton.
+is compared with the signature of its kernel. With a mechanism, the windowed kernels run, in Gluon and in Triton. With
+`forms`, calls of the windowed kernels with tensors of several forms are made twice, and a third time from scratch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ def fits(kind: str, value) -> bool:
     return kind == "constexpr" or (wanted is not None and isinstance(value, wanted))
 
 
+def show(value) -> str:
+    """What a kernel gets of an argument, but for addresses: outputs are at others in every call."""
+    if isinstance(value, torch.Tensor):
+        return repr((value.dtype, value.shape, value.stride()))
+    if hasattr(value, "block_shape"):
+        return repr((show(value.base), value.shape, value.strides, value.block_shape, getattr(value, "layout", None)))
+    return repr(value)
+
+
 class Launcher:
     """As launch_without_card.Launcher, with the signature."""
 
@@ -40,7 +50,10 @@ class Launcher:
         wrong = [name for (name, kind), value in zip(self.signature.items(), values) if not fits(kind, value)]
         descriptors = sum(kind.startswith("tensordesc") for kind in self.signature.values())
         missing = len(self.signature) - len(values)
-        LAUNCHED.append({"kernel": self.name, "wrong": wrong, "missing": missing, "descriptors": descriptors})
+        LAUNCHED.append({
+            "kernel": self.name, "wrong": wrong, "missing": missing, "descriptors": descriptors,
+            "call": [show(x) for x in (*arguments[:3], arguments[4], *values)],
+        })  # fmt: skip
 
 
 class Driver(launch_without_card.Driver):
@@ -68,11 +81,40 @@ def run_windows(D: int, mechanism: str) -> None:
             window_op._backward(q, k, v, o, do, rows, key_scale, *options)
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers two bytes off an address that 16 divides."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+def run_forms(D: int) -> list[list[dict]]:
+    """The launches of each form: two calls, and one without what was remembered of them."""
+    window_op.tile_for = tile_for
+    options = (None, None, lssar.spec("softmax").literal, True, None)
+    found = []
+    for length, window, form in (
+        (64, 50, lambda x: x), (64, 60, lambda x: x), (64, 50, shifted), (80, 50, lambda x: x),
+        (64, 50, lambda x: torch.cat((x, x), -1)[..., :D]),
+    ):  # fmt: skip
+        q, k, v, do = (form(draw(1, 2, length, D)) for _ in range(4))
+        for plan in (window_op._plan, window_op._plan, window_op._Plan):
+            LAUNCHED.clear()
+            remembered, window_op._plan = window_op._plan, plan
+            o, rows, key_scale = window_op._forward(q, k, v, *options, None, window)
+            window_op._backward(q, k, v, o, do, rows, key_scale, *options, None, window)
+            window_op._plan = remembered
+            found.append(LAUNCHED.copy())
+    return found
+
+
 def main(D: int, mechanism: str | None = None) -> None:
     triton.runtime.driver.set_active(Driver())
     torch.cuda.current_device = lambda: 0
     op.hopper_kernels = lambda d, part: hopper if d == 128 or part != "forward" else None
     tiles.tile_for = tile_for
+    if mechanism == "forms":
+        print(json.dumps(run_forms(D)))
+        return
     if mechanism is not None:
         run_windows(D, mechanism)
         print(json.dumps({"launched": LAUNCHED}))

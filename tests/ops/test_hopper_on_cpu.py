@@ -84,7 +84,7 @@ def test_repair_without_planes_of_steep_rows(hopper, monkeypatch, p):
     q, k, v, do = tensors(Hq=1, Lq=128, D=64, dtype=torch.bfloat16)
     do[..., -1, :] = 0
     monkeypatch.setattr(
-        op._Call, "per_row",
+        op._Plan, "per_row",
         lambda self, planes, like: torch.ones(planes, self.B * self.Hq, self.row_stride, dtype=torch.float32),
     )  # fmt: skip
     call = lambda *x: fused_attention(*x, p=p, causal=True)  # noqa: E731

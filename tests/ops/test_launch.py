@@ -40,3 +40,13 @@ def test_launches_of_windows_on_hopper_fit_the_kernels(D, mechanism, tmp_path):
     gluon = {"window_forward_kernel": 3, "window_query_gradient_kernel": 4, "window_key_gradient_kernel": 3}
     assert counts.items() >= gluon.items()
     assert counts["key_gradient_kernel"] == (2 if D == "128" else 0)
+
+
+@pytest.mark.slow
+def test_calls_of_one_form_share_what_was_compiled(tmp_path):
+    """Alignment, strides, lengths and windows are of a form: each gets the kernels and arguments of a first call."""
+    found = outside_the_interpreter("tests.ops.launch_hopper_without_card", "64", "forms", cache=tmp_path)
+    forms = list(zip(found[::3], found[1::3], found[2::3], strict=True))
+    for first, again, alone in forms:
+        assert first == again == alone
+    assert len({str(first) for first, *_ in forms}) == len(forms)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lssar.ops.fused import activations
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.op import power_arguments, power_value, what_rows_see
+from lssar.ops.fused.op import power_arguments, power_value, visibility_arguments, visibility_kind
 from lssar.ops.fused.tiles import ceil_div, launch, power_of_two
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
@@ -39,7 +39,8 @@ def _arguments(
 
     p or p_tensor, if given, replaces the power of the mechanism.
     """
-    seen, kind = what_rows_see(q, k.shape[2], causal, cu_seqlens, key_lengths, window)
+    seen = visibility_arguments(q, k.shape[2], cu_seqlens, key_lengths, window)
+    kind = visibility_kind(causal, window, cu_seqlens is not None, key_lengths is not None)
     mechanism, own_power = _mechanism(spec, q.shape[-1])
     power = power_value(own_power if p is None else p, p_tensor)
     constant_power, exponent = power_arguments(power)

@@ -17,7 +17,7 @@ from lssar.ops.fused import backward as triton_backward
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
-from lssar.ops.fused.launch import start_kernel
+from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
 from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
 from lssar.ops.fused.tiles import REPAIR, ceil_div, launch, power_of_two, tma_aligned
 
@@ -45,22 +45,22 @@ def power_arguments(p: float | None) -> tuple[int, float]:
     return (int(p), 0.0) if float(p).is_integer() and p <= LARGEST_CONSTANT_POWER else (0, float(p))
 
 
-class _Call:
-    """What forward and backward of one call share: shapes, visibility, power, gain, kernel constants."""
+class _Plan(LaunchPlan):
+    """What forward and backward share of calls with tensors of the same form: shapes and kernel constants."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, gain: Tensor | None, p: float | None, causal: bool, cu_seqlens: Tensor | None,
-        key_lengths: Tensor | None, window: int | None,
+        self, q: Form, k: Form, others: tuple[Form | None, ...], has_gain: bool, p: float | None, causal: bool,
+        window: int | None, packed: bool, padded: bool,
     ) -> None:  # fmt: skip
+        super().__init__()
+        del others  # a part of the key
         self.B, self.Hq, self.Lq, self.D = q.shape
         self.Hkv, self.Lk = k.shape[1], k.shape[2]
-        self.itemsize = q.element_size()
+        self.itemsize = q.dtype.itemsize
         self.score_dtype = SCORE_DTYPES[q.dtype]
         self.exact_queries = self.score_dtype != q.dtype  # ds q needs the range of q's own dtype
-        seen = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
-        self.visibility, self.visibility_kind = seen
-        self.gain = q if gain is None else gain.float().contiguous()  # if there is none, any pointer: never read
-        self.gain_kind = {"HAS_GAIN": gain is not None}
+        self.visibility_kind = visibility_kind(causal, window, packed, padded)
+        self.gain_kind = {"HAS_GAIN": has_gain}
         self.shape = {"LOG_D": math.log(self.D), "D": self.D, "BLOCK_D": max(16, power_of_two(self.D))}
         constant_power, self.exponent = power_arguments(p)
         self.mechanism = {
@@ -71,25 +71,54 @@ class _Call:
             "STEEP": p is not None and steep_rows(q.dtype, p),
         }
         self.row_stride = _row_stride(self.Lq)
-        self.host_tiles = key_lengths is None  # these end the keys of each sequence
+        self.host_tiles = not padded  # lengths end the keys of each sequence
+
+    def of_backward(self) -> dict[str, Any]:
+        return {**self.mechanism, **self.shape, **self.visibility_kind, "EXACT_QUERIES": self.exact_queries}
 
     def per_row(self, planes: int, like: Tensor) -> Tensor:
         return like.new_empty((planes, self.B * self.Hq, self.row_stride), dtype=torch.float32)
+
+
+_plan = functools.lru_cache(maxsize=512)(_Plan)
+
+
+class _Call:
+    """A plan, and the tensors of a call that say what rows see and by what scores are multiplied."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, others: tuple[Tensor, ...], gain: Tensor | None, p: float | None, causal: bool,
+        cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+    ) -> None:  # fmt: skip
+        gain = None if gain is None else gain.float().contiguous()
+        forms = *map(form_of, others), form_of_some(gain), form_of_some(key_lengths)
+        self.plan = _plan(
+            form_of(q), form_of(k), forms, gain is not None, p, causal, window, cu_seqlens is not None,
+            key_lengths is not None,
+        )  # fmt: skip
+        self.gain = q if gain is None else gain  # if there is none, any pointer: never read
+        self.visibility = visibility_arguments(q, self.plan.Lk, cu_seqlens, key_lengths, window)
 
     def normalize(
         self, q: Tensor, k: Tensor, v: Tensor, for_backward: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scaled unit queries and unit keys; for the backward also sizes of values and a 0 (see the kernel)."""
-        unit_q = q.new_empty(q.shape, dtype=self.score_dtype)
-        unit_k = k.new_empty(k.shape, dtype=self.score_dtype)
-        query_programs = self.B * self.Hq * ceil_div(self.Lq, VALUE_BLOCK.value)
-        key_programs = self.B * self.Hkv * ceil_div(self.Lk, VALUE_BLOCK.value)
+        plan = self.plan
+        unit_q = q.new_empty(q.shape, dtype=plan.score_dtype)
+        unit_k = k.new_empty(k.shape, dtype=plan.score_dtype)
+        query_programs = plan.B * plan.Hq * ceil_div(plan.Lq, VALUE_BLOCK.value)
+        key_programs = plan.B * plan.Hkv * ceil_div(plan.Lk, VALUE_BLOCK.value)
         arguments = (
             q, k, v, unit_q, unit_k, *(for_backward or (v, v, v)),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, self.B, self.Hq, self.Hkv, *self.visibility,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, plan.B, plan.Hq, plan.Hkv, *self.visibility,
         )  # fmt: skip
-        constants = {"FOR_BACKWARD": for_backward is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4, **self.shape}
-        constants |= self.visibility_kind | self.gain_kind
+        constants = plan.launch_constants(
+            "normalize", for_backward is not None,
+            make=lambda: {
+                "FOR_BACKWARD": for_backward is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4,
+                **plan.shape, **plan.visibility_kind, **plan.gain_kind,
+            },
+        )  # fmt: skip
         start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants)
         return unit_q, unit_k
 
@@ -122,26 +151,24 @@ def hopper_kernels(d: int, part: str) -> ModuleType | None:
     return hopper
 
 
-def what_rows_see(
-    q: Tensor, Lk: int, causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
-) -> tuple[tuple[Any, ...], dict[str, bool]]:  # fmt: skip
-    """Arguments of the kernels that say what rows see (Lq, Lk, window, lengths, documents), and their constants."""
+def visibility_arguments(
+    q: Tensor, Lk: int, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None
+) -> tuple[Any, ...]:
+    """Arguments of the kernels that say what rows see: Lq, Lk, window, lengths, documents."""
     doc_start = doc_stop = q  # any pointer: never read
     if cu_seqlens is not None:
         doc_start, doc_stop = document_bounds(cu_seqlens, Lk)
     if key_lengths is not None:
         key_lengths = key_lengths.to(device=q.device, dtype=torch.int32).contiguous()  # may be expanded
-    arguments = (
+    return (
         q.shape[2], Lk, 0 if window is None else min(window, 2**30), q if key_lengths is None else key_lengths,
         doc_start, doc_stop,
     )  # fmt: skip
-    constants = {
-        "CAUSAL": causal,
-        "WINDOWED": window is not None,
-        "PACKED": cu_seqlens is not None,
-        "HAS_LENGTHS": key_lengths is not None,
-    }
-    return arguments, constants
+
+
+def visibility_kind(causal: bool, window: int | None, packed: bool, padded: bool) -> dict[str, bool]:
+    """Constants of the kernels that say of what kind these arguments are."""
+    return {"CAUSAL": causal, "WINDOWED": window is not None, "PACKED": packed, "HAS_LENGTHS": padded}
 
 
 def document_bounds(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -157,29 +184,32 @@ def run_forward(
     cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and (slope, intercept, Z) of each row for the backward."""
-    call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
+    call = _Call(q, k, (v,), gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
+    plan = call.plan
     o = torch.empty_like(q)
-    rows = call.per_row(3, q)
+    rows = plan.per_row(3, q)
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), rows.zero_()
     unit_q, unit_k = call.normalize(q, k, v)
     aligned = tma_aligned(unit_q, unit_k, v)
-    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(call.D, "forward")
+    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(plan.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
     name = "forward_hopper" if hopper else "forward"
 
     arguments = (
-        unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], call.row_stride, call.Hq, call.Hkv,
-        call.exponent, call.gain, *call.visibility,
+        unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], plan.row_stride, plan.Hq, plan.Hkv,
+        plan.exponent, call.gain, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        constants = call.mechanism | call.shape | call.visibility_kind | call.gain_kind | tile_constants
-        tiles, kind = _tile_arguments(name, call, (unit_q, tile.m), (unit_k, 2 * tile.n), (v, tile.n))
-        programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
-        start_kernel(kernel, programs, (*arguments, *tiles), constants | kind)
+        tiles, kind = _tile_arguments(name, plan, (unit_q, tile.m), (unit_k, 2 * tile.n), (v, tile.n))
+        constants = plan.launch_constants(
+            name, tile,
+            make=lambda: plan.mechanism | plan.shape | plan.visibility_kind | plan.gain_kind | tile_constants | kind,
+        )  # fmt: skip
+        start_kernel(kernel, ceil_div(plan.Lq, tile.m) * plan.B * plan.Hq, (*arguments, *tiles), constants)
 
-    launch(name, call.D, call.itemsize, aligned, run)
+    launch(name, plan.D, plan.itemsize, aligned, run)
     return o, rows
 
 
@@ -202,109 +232,115 @@ def run_backward(
     """dq, dk, dv and dgain (empty if there is no gain)."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zero_gain(q, gain)
-    call = _Call(q, k, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    heads = call.B * call.Hkv
+    others = v, o, do, rows
+    call = _Call(q, k, others, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
+    plan = call.plan
+    heads = plan.B * plan.Hkv
     sizes = (
-        q.new_empty((heads, call.Lk), dtype=torch.float32),
-        q.new_empty((heads, ceil_div(call.Lk, VALUE_BLOCK.value)), dtype=torch.float32),
+        q.new_empty((heads, plan.Lk), dtype=torch.float32),
+        q.new_empty((heads, ceil_div(plan.Lk, VALUE_BLOCK.value)), dtype=torch.float32),
     )
     broken = q.new_empty(1, dtype=torch.int32)
     unit_q, unit_k = call.normalize(q, k, v, (*sizes, broken))
     aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
-    hopper = call.exact_queries and aligned and hopper_kernels(call.D, "backward")
+    hopper = plan.exact_queries and aligned and hopper_kernels(plan.D, "backward")
     kernels = hopper or triton_backward
     suffix = "_hopper" if hopper else ""
-    constants = {**call.mechanism, **call.shape, **call.visibility_kind, "EXACT_QUERIES": call.exact_queries}
 
     dq, passed = _query_gradient(
-        call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, constants, q, unit_q, unit_k, v, o, do,
-        sizes, rows,
+        call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, q, unit_q, unit_k, v, o, do, sizes,
+        rows,
     )  # fmt: skip
     dk, dv = _key_gradient(
-        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, constants, k, unit_k, v, do, passed,
-        broken,
-    )  # fmt: skip
+        call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, k, unit_k, v, do, passed, broken
+    )
     dgain = _zero_gain(q, gain)
     if gain is not None:
-        by_head = passed.rows[GAIN_PLANE.value].view(call.B, call.Hq, call.row_stride)
-        dgain = by_head[..., : call.Lq].sum((0, 2)).to(gain.dtype)
+        by_head = passed.rows[GAIN_PLANE.value].view(plan.B, plan.Hq, plan.row_stride)
+        dgain = by_head[..., : plan.Lq].sum((0, 2)).to(gain.dtype)
     return dq, dk, dv, dgain
 
 
 def _query_gradient(
-    call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], q: Tensor, unit_q: Tensor,
-    unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor, sizes: tuple[Tensor, Tensor], rows: Tensor,
+    call: _Call, kernel: Any, name: str, aligned: bool, q: Tensor, unit_q: Tensor, unit_k: Tensor, v: Tensor, o: Tensor,
+    do: Tensor, sizes: tuple[Tensor, Tensor], rows: Tensor,
 ) -> tuple[Tensor, _QueryPass]:  # fmt: skip
+    plan = call.plan
     dq = torch.empty_like(q)
-    row_values = call.per_row(ROW_PLANES, q)
-    if call.Lq % ROW_ALIGNMENT:
+    row_values = plan.per_row(ROW_PLANES, q)
+    if plan.Lq % ROW_ALIGNMENT:
         row_values.zero_()  # the dk, dv kernel also reads rows past the last
     # The memory of unit_q, each row of which is read and then written by one program.
-    queries = unit_q.view(q.dtype) if call.exact_queries else unit_q
+    queries = unit_q.view(q.dtype) if plan.exact_queries else unit_q
     arguments = (
         unit_q, unit_k, v, o, do, q, dq, queries, *sizes, *rows.unbind(), row_values,
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3],
-        row_values.stride(1), row_values.stride(0), call.gain, call.exponent, call.Hq, call.Hkv, *call.visibility,
+        row_values.stride(1), row_values.stride(0), call.gain, plan.exponent, plan.Hq, plan.Hkv, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        programs = ceil_div(call.Lq, tile.m) * call.B * call.Hq
-        tiles, kind = _tile_arguments(name, call, (unit_q, tile.m), (unit_k, tile.n), (v, tile.n), (do, tile.m))
-        start_kernel(kernel, programs, (*arguments, *tiles), constants | call.gain_kind | kind | tile_constants)
+        programs = ceil_div(plan.Lq, tile.m) * plan.B * plan.Hq
+        tiles, kind = _tile_arguments(name, plan, (unit_q, tile.m), (unit_k, tile.n), (v, tile.n), (do, tile.m))
+        constants = plan.launch_constants(
+            name, tile, make=lambda: plan.of_backward() | plan.gain_kind | kind | tile_constants
+        )
+        start_kernel(kernel, programs, (*arguments, *tiles), constants)
 
-    tile = launch(name, call.D, call.itemsize, aligned, run)
+    tile = launch(name, plan.D, plan.itemsize, aligned, run)
     return dq, _QueryPass(queries, row_values, tile.m)
 
 
 def _key_gradient(
-    call: _Call, kernel: Any, name: str, aligned: bool, constants: dict[str, Any], k: Tensor, unit_k: Tensor,
-    v: Tensor, do: Tensor, passed: _QueryPass, broken: Tensor,
+    call: _Call, kernel: Any, name: str, aligned: bool, k: Tensor, unit_k: Tensor, v: Tensor, do: Tensor,
+    passed: _QueryPass, broken: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv; broken (1,) becomes 1 if a part of dv had to be computed twice."""
+    plan = call.plan
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     arguments = (
         passed.queries, unit_k, v, do, k, dk, dv, passed.rows,
         *v.stride()[:3], *do.stride()[:3], *k.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
-        passed.rows.stride(1), passed.rows.stride(0), call.exponent, call.Hq, call.Hkv, *call.visibility,
+        passed.rows.stride(1), passed.rows.stride(0), plan.exponent, plan.Hq, plan.Hkv, *call.visibility,
     )  # fmt: skip
     gluon = name.endswith("_hopper")
 
     def programs(tile):
-        return ceil_div(call.Lk, tile.n) * call.B * call.Hkv
+        return ceil_div(plan.Lk, tile.n) * plan.B * plan.Hkv
 
     def run(tile, tile_constants):
         if gluon and passed.block_rows % tile.m:
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
-        steep = constants["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
-        tiles, kind = _tile_arguments(name, call, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
+        steep = plan.mechanism["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
+        tiles, kind = _tile_arguments(name, plan, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
         if not gluon:
             kind = {"REPAIR": False, "SHORT": False}
         n = programs(tile)
-        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants | {"STEEP": steep} | kind | tile_constants)
+        constants = plan.launch_constants(
+            name, tile, steep, make=lambda: plan.of_backward() | {"STEEP": steep} | kind | tile_constants
+        )
+        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants)
 
     def repair(tile, tile_constants):
         # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep
-        kind = {"REPAIR": True, "SHORT": gluon and constants["STEEP"], "STEEP": False}
+        kind = {"REPAIR": True, "SHORT": gluon and plan.mechanism["STEEP"], "STEEP": False}
         n = programs(tile)
-        start_kernel(
-            triton_backward.key_gradient_kernel, min(n, REPAIR_PROGRAMS), (broken, n, *arguments),
-            constants | kind | tile_constants,
-        )  # fmt: skip
+        constants = plan.launch_constants(REPAIR, tile, gluon, make=lambda: plan.of_backward() | kind | tile_constants)
+        start_kernel(triton_backward.key_gradient_kernel, min(n, REPAIR_PROGRAMS), (broken, n, *arguments), constants)
 
-    launch(name, call.D, call.itemsize, aligned, run)
-    launch(REPAIR, call.D, call.itemsize, False, repair)
+    launch(name, plan.D, plan.itemsize, aligned, run)
+    launch(REPAIR, plan.D, plan.itemsize, False, repair)
     return dk, dv
 
 
-def _tile_arguments(name: str, call: _Call, *tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], dict[str, bool]]:
+def _tile_arguments(name: str, plan: _Plan, *tensors: tuple[Tensor, int]) -> tuple[tuple[Any, ...], dict[str, bool]]:
     """Arguments and constants of a kernel that only those in Gluon have."""
     if not name.endswith("_hopper"):
         return (), {}
     from lssar.ops.fused.hopper import tile_arguments
 
-    return tile_arguments(call.host_tiles, *tensors)
+    return tile_arguments(plan.host_tiles, *tensors)
 
 
 def _zero_gain(q: Tensor, gain: Tensor | None) -> Tensor:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
-from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.op import LOG_DEGREES, steep_rows, what_rows_see
-from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for, tma_aligned
+from lssar.ops.fused.descriptors import describe
+from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
+from lssar.ops.fused.op import LOG_DEGREES, steep_rows, visibility_arguments, visibility_kind
+from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -55,135 +57,160 @@ def _mechanism(literal: str, p: float | None, d: int, dtype: torch.dtype) -> dic
     }  # fmt: skip
 
 
-class _Call:
-    """What forward and backward of one call share."""
+class Forms(NamedTuple):
+    """Of the tensors of a call; the last two of the backward's own."""
+
+    q: Form
+    k: Form
+    v: Form
+    gain: Form | None
+    key_lengths: Form | None
+    do: Form | None = None
+    saved: tuple[Form, ...] = ()
+
+
+class _Plan(LaunchPlan):
+    """What a call needs besides its tensors. Calls with tensors of the same forms share one, see `_plan_of`."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, gain: Tensor | None, power: Tensor | None, spec: str, causal: bool,
-        cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
-    ) -> None:  # fmt: skip
+        self, forms: Forms, spec: str, p: float | None, causal: bool, window: int | None, packed: bool
+    ) -> None:
+        super().__init__()
+        q, k, gain = forms.q, forms.k, forms.gain
+        self.forms = forms
         self.B, self.Hq, self.Lq, self.D = q.shape
         self.Hkv, self.Lk = k.shape[1], k.shape[2]
-        self.itemsize = q.element_size()
-        p = _spec_of(spec).p if power is None else float(power)
+        self.itemsize = q.dtype.itemsize
         self.p = 1.0 if p is None else float(p)
-        seen, visibility = what_rows_see(q, self.Lk, causal, cu_seqlens, key_lengths, window)
-        self.shapes = (self.Hq, self.Hkv, *seen)
-        self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility
-        reweighted = self.constants["KIND"] == kernels.REWEIGHTED.value
-        self.steep = reweighted and steep_rows(q.dtype, self.p)
-        self.gain = None if gain is None else gain.contiguous()
+        padded = forms.key_lengths is not None
+        self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility_kind(causal, window, packed, padded)
+        c = self.constants
+        self.steep = c["KIND"] == kernels.REWEIGHTED.value and steep_rows(q.dtype, self.p)
         self.wide = q.dtype != torch.bfloat16  # gradients of scores may leave float16's range
         longest = min(self.Lk, self.Lk if window is None else (window if causal else 2 * window))
-        bound = self.constants["SCALE"] * (math.log(max(longest, 1)) if self.constants["LOG_N"] else 1.0)
+        bound = c["SCALE"] * (math.log(max(longest, 1)) if c["LOG_N"] else 1.0)
         spread = 2 * bound / math.log(2)
         self.fixed = (
-            self.constants["KIND"] == kernels.EXP.value and self.constants["COSINE"] and gain is None
-            and q.dtype != torch.float16 and spread < LARGEST_SPREAD
+            c["KIND"] == kernels.EXP.value and c["COSINE"] and gain is None and q.dtype != torch.float16
+            and spread < LARGEST_SPREAD
         )  # fmt: skip
-        self.kind = "softplus" if self.constants["KIND"] else "cosine" if self.constants["COSINE"] else "softmax"
-        self.tiles = self.kind if longest <= LONG_WINDOW else f"{self.kind}_long"
+        kind = "softplus" if c["KIND"] else "cosine" if c["COSINE"] else "softmax"
+        self.tiles = kind if longest <= LONG_WINDOW else f"{kind}_long"
+        near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1
+        self.three_tiles = near and (self.Lk - self.Lq) % FORWARD_BLOCK == 0
+        self.in_gluon = not self.wide and window is not None and not padded and (c["COSINE"] or not c["LOG_N"])
+
+    def of_rows(self) -> dict[str, Any]:
+        """Constants of the kernels that hold rows."""
+        return {"GAIN": self.forms.gain is not None, "GROUP": self.Hq // self.Hkv, "STEEP": self.steep}
+
+    def for_gluon(self, *known: str) -> dict[str, Any]:
+        """Constants without those of which the Gluon kernels know the value, and without others that one of them has
+        no use for."""
+        known += ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
+        return {name: x for name, x in self.constants.items() if name not in known}
+
+    def hopper(self, *read: Form | None) -> ModuleType | None:
+        """The Gluon kernels if they can run; read: forms of what is read by descriptors."""
+        readable = self.in_gluon and all(x is not None and x.fits_descriptor for x in read)
+        return op.hopper_kernels(self.D, "window") if readable else None
 
     def key_scale(self, k: Tensor) -> Tensor:
         """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
         if not self.constants["COSINE"]:
             return k.new_empty(0, dtype=torch.float32)
         scale = k.new_empty((self.B, self.Hkv, self.Lk), dtype=torch.float32)
-        constants = {
-            "D": self.D, "BLOCK_D": self.constants["BLOCK_D"], "PRECISE": k.dtype == torch.float32,
-            "BLOCK": KEY_BLOCK, "num_warps": 4,
-        }  # fmt: skip
         arguments = (k, scale, *k.stride()[:3], self.Hkv, self.Lk)
+        constants = self.launch_constants(
+            "key_scale",
+            make=lambda: {
+                "D": self.D, "BLOCK_D": self.constants["BLOCK_D"], "PRECISE": k.dtype == torch.float32,
+                "BLOCK": KEY_BLOCK, "num_warps": 4,
+            },
+        )  # fmt: skip
         grid = (ceil_div(self.Lk, KEY_BLOCK), self.Hkv, self.B)
         start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
         return scale
 
-    def hopper(self, *tensors: Tensor) -> ModuleType | None:
-        """The Gluon kernels if they can run; tensors: those that are read by descriptors."""
-        c = self.constants
-        known = not self.wide and (c["COSINE"] or not c["LOG_N"])
-        if not known or not c["WINDOWED"] or c["HAS_LENGTHS"] or not tma_aligned(*tensors) or _expanded(*tensors):
-            return None
-        return op.hopper_kernels(self.D, "window")
-
     def run(
-        self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...], **more: Any
-    ) -> Tile:
-        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads. Returns the
-        tile that was used."""
-        constants = self.constants | more
-        aligned = not self.constants["HAS_LENGTHS"] and tma_aligned(*in_tiles)  # padding may hold anything
-        aligned &= not _expanded(*in_tiles)
+        self, name: str, kernel: Any, grid: Any, arguments: tuple, in_tiles: tuple[Tensor, ...],
+        constants: Callable[[], dict[str, Any]], steep_block: int = 0,
+    ) -> Tile:  # fmt: skip
+        """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads; steep_block:
+        what the constants depend on besides the plan. Returns the tile that was used."""
+        padded = self.constants["HAS_LENGTHS"]  # padding may hold anything
+        aligned = not padded and all(form_of(x).fits_descriptor for x in in_tiles)
 
         def run(tile, tile_constants):
             del tile_constants["CACHE"]
+            made = self.launch_constants(
+                name, tile, steep_block, make=lambda: self.constants | constants() | tile_constants
+            )
             rows = tile.m if name == "key_gradient" else tile.n
-            block = [1, 1, rows, self.constants["BLOCK_D"]]
-            tiles = [_descriptor(x, block) if tile_constants["TMA"] else 0 for x in in_tiles]
-            start_kernel(kernel, grid(tile), (*arguments, *tiles), constants | tile_constants)
+            block = (1, 1, rows, self.constants["BLOCK_D"])
+            tiles = [describe(x, block, TensorDescriptor) if made["TMA"] else 0 for x in in_tiles]
+            start_kernel(kernel, grid(tile), (*arguments, *tiles), made)
 
         return launch(f"window_{name}_{self.tiles}", self.D, self.itemsize, aligned, run)
 
 
-def _expanded(*tensors: Tensor) -> bool:
-    return any(s == 0 and n > 1 for x in tensors for n, s in zip(x.shape, x.stride()))
+_plan = lru_cache(maxsize=512)(_Plan)
 
 
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    # of an axis of one element any stride will do, but the descriptor has to be able to hold it
-    strides = [s if n > 1 else x.shape[3] for n, s in zip(x.shape[:3], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+def _plan_of(
+    forms: Forms, power: Tensor | None, spec: str, causal: bool, cu_seqlens: Tensor | None, window: int | None
+) -> _Plan:
+    p = _spec_of(spec).p if power is None else float(power)
+    return _plan(forms, spec, p, causal, window, cu_seqlens is not None)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, power: Tensor | None, spec: str, causal: bool,
     cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    call = _Call(q, k, gain, power, spec, causal, cu_seqlens, key_lengths, window)
+    gain = None if gain is None else gain.contiguous()
+    forms = Forms(form_of(q), form_of(k), form_of(v), form_of_some(gain), form_of_some(key_lengths))
+    plan = _plan_of(forms, power, spec, causal, cu_seqlens, window)
     o, rows = torch.empty_like(q), _rows_of(q, spec)
-    key_scale = call.key_scale(k)
+    key_scale = plan.key_scale(k)
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), rows.zero_(), key_scale
+    seen = visibility_arguments(q, plan.Lk, cu_seqlens, key_lengths, window)
+    shapes = plan.Hq, plan.Hkv, *seen
+    gain_or_any = q if gain is None else gain
     arguments = (
-        q, k, v, o, rows, key_scale, q if gain is None else call.gain, call.p, rows.stride(0),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *call.shapes,
+        q, k, v, o, rows, key_scale, gain_or_any, plan.p, rows.stride(0),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
     )  # fmt: skip
-    hopper = call.hopper(q, k, v)
-    near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1 and (call.Lk - call.Lq) % FORWARD_BLOCK == 0
-    if hopper is not None and near:
-        _forward_in_gluon(call, hopper, q, k, v, o, rows, key_scale, arguments)
+    constants = lambda: {"FIXED": plan.fixed, **plan.of_rows()}  # noqa: E731
+    hopper = plan.hopper(forms.q, forms.k, forms.v) if plan.three_tiles else None
+    if hopper is None:
+        grid = lambda tile: (ceil_div(plan.Lq, tile.m), plan.Hq, plan.B)  # noqa: E731
+        plan.run("forward", kernels.forward_kernel, grid, arguments, (k, v), constants)
         return o, rows, key_scale
-    call.run(
-        "forward", kernels.forward_kernel, lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments,
-        (k, v), GAIN=gain is not None, FIXED=call.fixed, GROUP=call.Hq // call.Hkv, STEEP=call.steep,
+    blocks = ceil_div(plan.Lq, FORWARD_BLOCK)
+    broken = q.new_empty((plan.B, plan.Hq, blocks), dtype=torch.int32)
+    tiles = hopper.tile_arguments(True, (q, FORWARD_BLOCK), (k, FORWARD_BLOCK), (v, FORWARD_BLOCK))[0]
+    start_kernel(
+        hopper.window_forward_kernel, (blocks, plan.Hq, plan.B),
+        (
+            broken, o, rows, key_scale, gain_or_any, plan.p, rows.stride(0), *o.stride()[:3], *shapes, *tiles,
+        ),
+        plan.launch_constants(
+            "forward_in_gluon",
+            make=lambda: plan.for_gluon() | constants() | {"BLOCK": FORWARD_BLOCK, "num_warps": 4},
+        ),
+    )  # fmt: skip
+    start_kernel(
+        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
+        (broken, blocks, *arguments),
+        plan.launch_constants(
+            "forward_repair",
+            make=lambda: plan.constants | constants()
+            | {"BLOCK_M": FORWARD_BLOCK, "BLOCK_N": 32, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+        ),
     )  # fmt: skip
     return o, rows, key_scale
-
-
-def _forward_in_gluon(
-    call: _Call, hopper: ModuleType, q: Tensor, k: Tensor, v: Tensor, o: Tensor, rows: Tensor, key_scale: Tensor,
-    arguments: tuple,
-) -> None:  # fmt: skip
-    """Write o and rows. arguments: of the Triton kernel."""
-    blocks = ceil_div(call.Lq, FORWARD_BLOCK)
-    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
-    more = {"GAIN": call.gain is not None, "FIXED": call.fixed, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
-    constants = call.constants | more
-    tiles = hopper.tile_arguments(True, (q, FORWARD_BLOCK), (k, FORWARD_BLOCK), (v, FORWARD_BLOCK))[0]
-    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
-    start_kernel(
-        hopper.window_forward_kernel, (blocks, call.Hq, call.B),
-        (
-            broken, o, rows, key_scale, q if call.gain is None else call.gain, call.p, rows.stride(0), *o.stride()[:3],
-            *call.shapes, *tiles,
-        ),
-        {name: x for name, x in constants.items() if name not in left_out} | {"BLOCK": FORWARD_BLOCK, "num_warps": 4},
-    )  # fmt: skip
-    start_kernel(
-        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
-        (broken, blocks, *arguments),
-        constants | {"BLOCK_M": FORWARD_BLOCK, "BLOCK_N": 32, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
-    )  # fmt: skip
 
 
 def _backward(
@@ -195,105 +222,118 @@ def _backward(
     dgain = _gain_like(q, gain)
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dgain.zero_()
-    call = _Call(q, k, gain, power, spec, causal, cu_seqlens, key_lengths, window)
     if do.stride(-1) != 1:
         do = do.contiguous()
-    to_keys = q.new_empty((gradients.BACKWARD_PLANES, call.B, call.Hq, call.Lq), dtype=torch.float32)
-    steep_block = _query_gradient(call, q, k, v, o, do, dq, rows, to_keys, key_scale)
-    _key_gradient(call, q, k, v, do, dk, dv, to_keys, key_scale, steep_block)
+    gain = None if gain is None else gain.contiguous()
+    forms = Forms(
+        form_of(q), form_of(k), form_of(v), form_of_some(gain), form_of_some(key_lengths), form_of(do),
+        (form_of(o), form_of(rows), form_of(key_scale)),
+    )  # fmt: skip
+    plan = _plan_of(forms, power, spec, causal, cu_seqlens, window)
+    shapes = plan.Hq, plan.Hkv, *visibility_arguments(q, plan.Lk, cu_seqlens, key_lengths, window)
+    to_keys = q.new_empty((gradients.BACKWARD_PLANES, plan.B, plan.Hq, plan.Lq), dtype=torch.float32)
+    steep_block = _query_gradient(plan, shapes, q, k, v, gain, o, do, dq, rows, to_keys, key_scale)
+    _key_gradient(plan, shapes, q, k, v, do, dk, dv, to_keys, key_scale, steep_block)
     if gain is not None:
         torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
 
 
 def _query_gradient(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, rows: Tensor, to_keys: Tensor,
-    key_scale: Tensor,
+    plan: _Plan, shapes: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, o: Tensor, do: Tensor,
+    dq: Tensor, rows: Tensor, to_keys: Tensor, key_scale: Tensor,
 ) -> int:  # fmt: skip
     """Write dq and to_keys. Returns the rows of a block, each of which says whether it is steep; 0: none."""
-    gain, strides = q if call.gain is None else call.gain, [x.stride()[:2] for x in (q, k, v, o, do, dq)]
+    gain_or_any, strides = q if gain is None else gain, [x.stride()[:2] for x in (q, k, v, o, do, dq)]
     arguments = (
-        q, k, v, o, do, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *itertools.chain(*strides),
-        *call.shapes,
+        q, k, v, o, do, dq, rows, to_keys, key_scale, gain_or_any, plan.p, rows.stride(0), *itertools.chain(*strides),
+        *shapes,
     )  # fmt: skip
-    steps = _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)
-    more = {"GAIN": call.gain is not None, "GROUP": call.Hq // call.Hkv, "STEEP": call.steep}
-    hopper = call.hopper(q, k, v, do)
+    constants = lambda: plan.of_rows() | _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)  # noqa: E731
+    hopper = plan.hopper(plan.forms.q, plan.forms.k, plan.forms.v, plan.forms.do)
     if hopper is None:
-        tile = call.run(
+        tile = plan.run(
             "query_gradient", gradients.query_gradient_kernel,
-            lambda tile: (ceil_div(call.Lq, tile.m), call.Hq, call.B), arguments, (k, v), WIDE=call.wide, **more,
-            **steps,
+            lambda tile: (ceil_div(plan.Lq, tile.m), plan.Hq, plan.B), arguments, (k, v),
+            lambda: constants() | {"WIDE": plan.wide},
         )  # fmt: skip
-        return tile.m if call.steep else 0
-    tile = tile_for("window_query_gradient_hopper", call.D, call.itemsize)
+        return tile.m if plan.steep else 0
+    tile = tile_for("window_query_gradient_hopper", plan.D, plan.itemsize)
     tiles = hopper.tile_arguments(True, (q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))[0]
-    blocks = ceil_div(call.Lq, tile.m)
-    broken = q.new_empty((call.B, call.Hq, blocks), dtype=torch.int32)
-    constants = call.constants | more | {"BLOCK_M": tile.m}
-    left_out = ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
-    own = {"BLOCK_N": tile.n, "STAGES": tile.stages, "num_warps": tile.warps}
-    own |= {name: steps[name] for name in ("O_STEP", "DQ_STEP")}
+    blocks = ceil_div(plan.Lq, tile.m)
+    broken = q.new_empty((plan.B, plan.Hq, blocks), dtype=torch.int32)
     start_kernel(
-        hopper.window_query_gradient_kernel, (blocks, call.Hq, call.B),
+        hopper.window_query_gradient_kernel, (blocks, plan.Hq, plan.B),
         (
-            broken, o, dq, rows, to_keys, key_scale, gain, call.p, rows.stride(0), *strides[3], *strides[5],
-            *call.shapes, *tiles,
+            broken, o, dq, rows, to_keys, key_scale, gain_or_any, plan.p, rows.stride(0), *strides[3], *strides[5],
+            *shapes, *tiles,
         ),
-        {name: x for name, x in constants.items() if name not in left_out} | own,
+        plan.launch_constants(
+            "query_gradient_in_gluon", tile,
+            make=lambda: plan.for_gluon() | plan.of_rows() | _steps(O=o, DQ=dq)
+            | {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages, "num_warps": tile.warps},
+        ),
     )  # fmt: skip
     start_kernel(
-        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
         (broken, blocks, *arguments),
-        constants | steps | {"WIDE": call.wide, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+        plan.launch_constants(
+            "query_gradient_repair", tile,
+            make=lambda: plan.constants | constants()
+            | {"WIDE": plan.wide, "BLOCK_M": tile.m, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+        ),
     )  # fmt: skip
-    return tile.m if call.steep else 0
+    return tile.m if plan.steep else 0
 
 
 def _key_gradient(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor, to_keys: Tensor,
-    key_scale: Tensor, steep_block: int,
+    plan: _Plan, shapes: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, do: Tensor, dk: Tensor, dv: Tensor,
+    to_keys: Tensor, key_scale: Tensor, steep_block: int,
 ) -> None:  # fmt: skip
     """Write dk and dv. steep_block: rows of the dq kernel's blocks, each of which says whether it is steep; 0: none."""
     strides = [x.stride()[:2] for x in (q, k, v, do, dk, dv)]
     arguments = (
-        q, k, v, do, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), call.Hq // call.Hkv,
-        *itertools.chain(*strides), *call.shapes,
+        q, k, v, do, dk, dv, to_keys, key_scale, plan.p, to_keys.stride(0), plan.Hq // plan.Hkv,
+        *itertools.chain(*strides), *shapes,
     )  # fmt: skip
-    constants = _steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv) | {"WIDE": call.wide}
-    hopper = call.hopper(q, v, do)
+    constants = lambda: {"WIDE": plan.wide, **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv)}  # noqa: E731
+    hopper = plan.hopper(plan.forms.q, plan.forms.v, plan.forms.do)
     if hopper is not None:
-        tile = tile_for("window_key_gradient_hopper", call.D, call.itemsize)
+        tile = tile_for("window_key_gradient_hopper", plan.D, plan.itemsize)
     # whole tiles of rows, each within two blocks of the dq kernel at most
-    if hopper is None or call.Lq % tile.m or 0 < 2 * steep_block < tile.m:
-        call.run(
-            "key_gradient", gradients.key_gradient_kernel, lambda tile: (ceil_div(call.Lk, tile.n), call.Hkv, call.B),
-            arguments, (q, do), STEEP_ROWS=steep_block, **constants,
+    if hopper is None or plan.Lq % tile.m or 0 < 2 * steep_block < tile.m:
+        grid = lambda tile: (ceil_div(plan.Lk, tile.n), plan.Hkv, plan.B)  # noqa: E731
+        plan.run(
+            "key_gradient", gradients.key_gradient_kernel, grid, arguments, (q, do),
+            lambda: constants() | {"STEEP_ROWS": steep_block}, steep_block,
         )  # fmt: skip
         return
     tiles = hopper.tile_arguments(True, (q, tile.m), (v, tile.n), (do, tile.m))[0]
-    blocks = ceil_div(call.Lk, tile.n)
-    broken = k.new_empty((call.B, call.Hkv, blocks), dtype=torch.int32)
-    constants |= call.constants | {"BLOCK_N": tile.n}
-    own = {"STEEP": steep_block > 0, "GROUP": call.Hq // call.Hkv, "BLOCK_M": tile.m, "STAGES": tile.stages}
+    blocks = ceil_div(plan.Lk, tile.n)
+    broken = k.new_empty((plan.B, plan.Hkv, blocks), dtype=torch.int32)
     start_kernel(
-        hopper.window_key_gradient_kernel, (blocks, call.Hkv, call.B),
+        hopper.window_key_gradient_kernel, (blocks, plan.Hkv, plan.B),
         (
-            broken, k, dk, dv, to_keys, key_scale, call.p, to_keys.stride(0), *strides[1], *strides[4], *strides[5],
-            *call.shapes, *tiles,
+            broken, k, dk, dv, to_keys, key_scale, plan.p, to_keys.stride(0), *strides[1], *strides[4], *strides[5],
+            *shapes, *tiles,
         ),
-        {name: constants[name] for name in _GLUON_CONSTANTS} | own | {"num_warps": tile.warps},
+        plan.launch_constants(
+            "key_gradient_in_gluon", tile,
+            make=lambda: plan.for_gluon("LOG_N") | _steps(K=k, DK=dk, DV=dv)
+            | {
+                "STEEP": steep_block > 0, "GROUP": plan.Hq // plan.Hkv, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+                "STAGES": tile.stages, "num_warps": tile.warps,
+            },
+        ),
     )  # fmt: skip
     start_kernel(
-        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hkv, call.B),
-        (broken, blocks, *arguments), constants | {"BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hkv, plan.B),
+        (broken, blocks, *arguments),
+        plan.launch_constants(
+            "key_gradient_repair", tile,
+            make=lambda: plan.constants | constants() | {"BLOCK_N": tile.n, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
+        ),
     )  # fmt: skip
-
-
-_GLUON_CONSTANTS = (
-    "KIND", "P", "COSINE", "SCALE", "SMALL", "D", "CAUSAL", "PACKED", "LOG_DEGREE", "BLOCK_N", "K_STEP", "DK_STEP",
-    "DV_STEP",
-)  # fmt: skip
 
 
 def _steps(**tensors: Tensor) -> dict[str, int]:
