@@ -1,6 +1,10 @@
 """Launches that skip Triton's questions reach the kernel that Triton would have chosen, with the same arguments."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from tests.helpers import outside_the_interpreter
 
@@ -16,6 +20,25 @@ def test_the_same_kernels_with_the_same_arguments(tmp_path):
     assert by_triton == first == again
     functions = {line[4] for line in by_triton}
     assert 10 < len(functions) < found["kept"] < each  # several kernels, and strides that differ share theirs
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_operators_launch_on_the_device_of_their_tensors(current, monkeypatch):
+    """Triton launches on the current device, wherever the tensors are."""
+    from lssar.ops.fused.autograd import on_its_device
+
+    entered = []
+
+    @contextmanager
+    def device(which):
+        entered.append(which.index)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    assert on_its_device(lambda x, y: (x, y))(tensor, 5) == (tensor, 5)
+    assert entered == ([1] if current == 0 else [])
 
 
 @pytest.mark.slow

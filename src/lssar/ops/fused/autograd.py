@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,22 @@ def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
     sequences the host's time matters.
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
-    LIBRARY.impl(name, torch.compiler.disable(run), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, torch.compiler.disable(on_its_device(run)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lssar::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.lssar, name).default
+
+
+def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """run, which launches on the current device, on that of its first argument."""
+
+    @functools.wraps(run)
+    def guarded(first: Tensor, *others: Any) -> Any:
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return run(first, *others)
+        return run(first, *others)
+
+    return guarded
 
 
 def with_autograd(op: Any, function: type[torch.autograd.Function]) -> None:
