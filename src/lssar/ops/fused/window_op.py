@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
+from lssar.ops.fused import window_repair as repairs
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, steep_rows, what_rows_see
@@ -180,7 +181,7 @@ def _forward_in_gluon(
         {name: x for name, x in constants.items() if name not in left_out} | {"BLOCK": FORWARD_BLOCK, "num_warps": 4},
     )  # fmt: skip
     start_kernel(
-        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        repairs.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
         (broken, blocks, *arguments),
         constants | {"BLOCK_M": FORWARD_BLOCK, "BLOCK_N": 32, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
     )  # fmt: skip
@@ -243,7 +244,7 @@ def _query_gradient(
         {name: x for name, x in constants.items() if name not in left_out} | own,
     )  # fmt: skip
     start_kernel(
-        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
+        repairs.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hq, call.B),
         (broken, blocks, *arguments),
         constants | steps | {"WIDE": call.wide, "BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
     )  # fmt: skip
@@ -285,7 +286,7 @@ def _key_gradient(
         {name: constants[name] for name in _GLUON_CONSTANTS} | own | {"num_warps": tile.warps},
     )  # fmt: skip
     start_kernel(
-        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hkv, call.B),
+        repairs.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), call.Hkv, call.B),
         (broken, blocks, *arguments), constants | {"BLOCKS": REPAIRED_BLOCKS, "num_warps": 8},
     )  # fmt: skip
 
