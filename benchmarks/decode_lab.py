@@ -3,8 +3,8 @@
 PYTHONPATH=src python benchmarks/decode_lab.py decode|norms|sweep|profile
 PYTHONPATH=src python benchmarks/decode_lab.py turns|softmax [--old FOLDER] [--compile]
 
-turns and softmax compare plans, and with --old decode.py and decode_softmax.py of another commit, in one process;
---compile only compiles what they run, in a process for each shape.
+turns and softmax compare plans, and with --old decode.py, decode_op.py and decode_softmax.py of another commit, in one
+process; --compile only compiles what they run, in a process for each shape.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ def norms(
     """Unit keys against raw ones whose norms come by the tensor cores or in registers, and numbers of splits."""
     from triton.testing import do_bench_cudagraph
 
-    from lssar.ops.fused import decode as module
+    from lssar.ops.fused import decode_op as module
 
     for batch, heads, kv_heads, d, length in shapes:
         q, k, v = decode_inputs(batch, heads, kv_heads, length, d)
@@ -138,7 +139,7 @@ def sweep(shapes=((1, 32, 8, 128, 131072), (16, 32, 8, 128, 32768), (16, 16, 16,
     """Block, warps, stages and programs a multiprocessor of the decode kernels, keys with and without their norms."""
     from triton.testing import do_bench_cudagraph
 
-    from lssar.ops.fused import decode as module
+    from lssar.ops.fused import decode_op as module
 
     settings = ((64, 4, 3), (64, 2, 3), (64, 1, 3), (32, 1, 4), (32, 2, 4), (16, 1, 5), (128, 4, 3))
     for batch, heads, kv_heads, d, length in shapes:
@@ -182,26 +183,28 @@ SHAPES = tuple(
 
 
 def load_version(folder):
-    """decode.py and decode_softmax.py of another commit, which are in `folder`, as modules."""
+    """Modules that have `decode` for LSSAR and for softmax, of another commit, whose files are in `folder`."""
     from lssar.ops.fused import autograd
 
-    name = "lssar.ops.fused.decode"
-    importlib.import_module(name)
-    kept = autograd.operator, autograd.refuse_gradient, sys.modules[name]
-    made = []
-    try:  # the operators are registered once, and the second file imports from the first
+    files = "decode", "decode_op", "decode_softmax"  # each imports from those before it
+    names = {file: f"lssar.ops.fused.{file}" for file in files}
+    kept = {name: importlib.import_module(name) for name in names.values()}
+    operators, made = (autograd.operator, autograd.refuse_gradient), []
+    try:  # the operators are registered once
         autograd.operator, autograd.refuse_gradient = (lambda *a: None), (lambda *a: None)
-        for file in ("decode", "decode_softmax"):
+        for file in files:
+            if not Path(folder, f"{file}.py").exists():  # older commits have all of decode_op.py in decode.py
+                continue
             spec = importlib.util.spec_from_file_location(f"another_{file}", f"{folder}/{file}.py")
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # dataclasses look for it
             spec.loader.exec_module(module)
             made.append(module)
-            sys.modules[name] = made[0]
+            sys.modules[names[file]] = module
     finally:
-        autograd.operator, autograd.refuse_gradient = kept[:2]
-        sys.modules[name] = kept[2]
-    return made
+        autograd.operator, autograd.refuse_gradient = operators
+        sys.modules.update(kept)
+    return made[-2:]
 
 
 def in_turns(title, runs, expected, inputs):
@@ -237,7 +240,7 @@ def each_shape(shapes):
 
 def turns():
     """LSSAR with raw keys: plans, and another commit's version."""
-    from lssar.ops.fused import decode as module
+    from lssar.ops.fused import decode_op as module
 
     old = load_version(sys.argv[sys.argv.index("--old") + 1])[0] if "--old" in sys.argv else None
     for batch, heads, kv_heads, d, length in each_shape(SHAPES):
@@ -260,7 +263,7 @@ def turns():
 def softmax(shapes=((1, 12, 12, 64, 131072), (8, 12, 12, 64, 131072))):
     """Softmax and cosine softmax, at the shapes of the mixed 124M model: plans, and another commit's version."""
     import lssar
-    from lssar.ops.fused import decode as plans
+    from lssar.ops.fused import decode_op as plans
     from lssar.ops.fused import decode_softmax as module
 
     old = load_version(sys.argv[sys.argv.index("--old") + 1])[1] if "--old" in sys.argv else None
@@ -301,7 +304,7 @@ class Spy:
 
 def profile(shapes=((1, 16, 16, 64, 32768), (1, 16, 16, 64, 131072), (1, 32, 8, 128, 32768))):
     """Kernel by kernel, unit keys and raw ones."""
-    from lssar.ops.fused import decode as module
+    from lssar.ops.fused import decode_op as module
 
     names = ("score_kernel", "value_kernel", "combine_kernel")
     for batch, heads, kv_heads, d, length in shapes:

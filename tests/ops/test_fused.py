@@ -17,7 +17,7 @@ from tests.helpers import eager, eager_runs, seeded, with_gradients
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from lssar.ops.fused import decode, decode_softmax, op  # noqa: E402
+from lssar.ops.fused import decode_op, decode_softmax, op  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -245,7 +245,6 @@ def test_decode_refuses_a_gradient():
 @pytest.mark.parametrize("p", [15.0, None])
 def test_operators_are_what_pytorch_expects(p):
     """Schema, fakes, autograd and what torch.compile makes of them, by PyTorch's own checks."""
-    from lssar.ops.fused.decode import decode_op
     from lssar.ops.fused.op import forward_op
 
     q, k, v, _ = (x.requires_grad_() for x in tensors(Lq=128, D=16))  # rows are padded to that, with anything
@@ -253,7 +252,7 @@ def test_operators_are_what_pytorch_expects(p):
     for options in ((None, p, None), (gain, None, p if p is None else torch.tensor(p))):
         torch.library.opcheck(forward_op, (q, k, v, *options, True, None, None, None))
     row = [x.detach() for x in (q[:, :, -1:], k, v)]
-    torch.library.opcheck(decode_op, (*row, None, p, None, None, None, 0.0, False))
+    torch.library.opcheck(decode_op.decode_op, (*row, None, p, None, None, None, 0.0, False))
 
 
 def test_why_not():
@@ -356,8 +355,8 @@ def test_decode_with_offsets_of_64_bits(page, monkeypatch):
     call = partial(fused_decode, q, *cache, p=15, lengths=lengths, block_table=table)
     expected = call()
     found = []
-    cache_of = decode.cache_of
-    monkeypatch.setattr(decode, "cache_of", lambda *a: found.append(cache_of(*a)) or replace(found[-1], wide=True))
+    cache_of = decode_op.cache_of
+    monkeypatch.setattr(decode_op, "cache_of", lambda *a: found.append(cache_of(*a)) or replace(found[-1], wide=True))
     assert torch.equal(call(), expected)
     assert [x.wide for x in found] == [False]
 
@@ -365,11 +364,11 @@ def test_decode_with_offsets_of_64_bits(page, monkeypatch):
 def test_offsets_of_cosines_need_64_bits_before_those_of_keys(monkeypatch):
     """32 rows have twice as many cosines with a key as the key has entries."""
     wide = []
-    monkeypatch.setattr(decode, "start_kernel", lambda *a: wide.append(a[-1].get("WIDE")))
+    monkeypatch.setattr(decode_op, "start_kernel", lambda *a: wide.append(a[-1].get("WIDE")))
     for length, expected in ((2**25, False), (2**26, True)):
         sizes = (1, 32, 1, 16), (1, 1, length, 16)
         q, k = (torch.empty(size, device="meta", dtype=torch.bfloat16) for size in sizes)
-        decode.decode(q, k, k, None, 15, None, None, None, 0.0)
+        decode_op.decode(q, k, k, None, 15, None, None, None, 0.0)
         assert wide == [expected, expected, None]
         wide.clear()
 
@@ -548,20 +547,20 @@ def test_programs_take_turns(heads, blocks, together, sizes):
 
 @pytest.mark.parametrize("kilobytes", [227, 163, 99])
 def test_tiles_of_decode_fit_shared_memory(kilobytes, monkeypatch):
-    monkeypatch.setattr(decode, "SHARED_MEMORY", kilobytes * 1024)
+    monkeypatch.setattr(decode_op, "SHARED_MEMORY", kilobytes * 1024)
     for size in (64, 128, 256):
         for dtype in (torch.bfloat16, torch.float32):
             q = torch.empty(1, 4, 1, size, dtype=dtype)
             for tiles in (1, decode_softmax.TILES):
-                plan = decode.plan_for(q, 1, 1000, False, tiles=tiles)
+                plan = decode_op.plan_for(q, 1, 1000, False, tiles=tiles)
                 kinds = 1 if tiles == 1 else 2  # keys, and values
                 assert kinds * (plan.stages - 1) * plan.block * size * dtype.itemsize < kilobytes * 1024
                 assert size == 256 or plan.block == 64
-    assert decode.plan_for(q, 1, 1000, False, block=64, stages=3).stages == 3  # what is given stays
+    assert decode_op.plan_for(q, 1, 1000, False, block=64, stages=3).stages == 3  # what is given stays
 
 
 def test_splits_of_decode_fill_the_card():
-    from lssar.ops.fused.decode import choose_splits
+    from lssar.ops.fused.decode_op import choose_splits
 
     tile = 3 * 64 * 128 * 2  # bytes of three stages of 64 bfloat16 keys of 128
     card = {"multiprocessors": 132, "shared_memory": 228 * 1024, "registers": 64 * 80}

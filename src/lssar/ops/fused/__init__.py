@@ -227,7 +227,7 @@ def fused_decode(
     unit_keys: the cache holds k / |k| already, which saves computing their norms.
     No gradient, no host synchronisation: fit for CUDA graphs.
     """
-    from lssar.ops.fused.decode import decode_op
+    from lssar.ops.fused.decode_op import decode_op
 
     return decode_op(
         q, k_cache, v_cache, _checked_gain(gain, q), *_power(p), lengths, block_table, tolerance, unit_keys

@@ -18,17 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lssar.ops.fused.autograd import operator, refuse_gradient
-from lssar.ops.fused.decode import (
-    cache_of,
-    cached_rows,
-    can_overlap,
-    fast_rsqrt,
-    key_offsets,
-    let_next_begin,
-    plan_for,
-    squares,
-    wait_for_last,
-)
+from lssar.ops.fused.decode import cached_rows, fast_rsqrt, key_offsets, let_next_begin, squares, wait_for_last
+from lssar.ops.fused.decode_op import cache_of, can_overlap, plan_for
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.primitives import LN2, LOG2E, dot, ex2, exact_unit_rows, saturate
 from lssar.ops.fused.tiles import ceil_div, power_of_two

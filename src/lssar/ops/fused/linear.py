@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lssar.ops.fused import FEW_ROWS
 from lssar.ops.fused.autograd import operator, refuse_gradient
-from lssar.ops.fused.decode import can_overlap, let_next_begin, wait_for_last
+from lssar.ops.fused.decode import let_next_begin, wait_for_last
+from lssar.ops.fused.decode_op import can_overlap
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.primitives import dot
 from lssar.ops.fused.tiles import ceil_div, power_of_two

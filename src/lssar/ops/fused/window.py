@@ -412,7 +412,7 @@ def store_row_numbers(
 
 
 @triton.jit
-def _forward_block(
+def forward_block(
     block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
@@ -512,38 +512,10 @@ def forward_kernel(
 ):  # fmt: skip
     """One program a block of rows. k_tiles, v_tiles: descriptors, with TMA. FIXED: rows of cosine softmax are shifted
     by their bound, not by their maximum. STEEP: blocks of steep rows take the short forms."""
-    _forward_block(
+    forward_block(
         tl.program_id(0), tl.program_id(1), tl.program_id(2), q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr,
         gain_ptr, p, row_plane, q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b,
         v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
         doc_start_ptr, doc_stop_ptr, k_tiles, v_tiles, KIND, P, COSINE, LOG_N, GAIN, FIXED, SCALE, SMALL, GROUP, D,
         BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, STEEP, BLOCK_M, BLOCK_N, STAGES, TMA,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["Lq", "window", "blocks"])
-def forward_repair_kernel(
-    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
-    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
-    o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
-    FIXED: tl.constexpr, SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Computes again those of BLOCKS blocks of rows of a head that broken_ptr (B, Hq, blocks) says are not finite."""
-    first, h, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
-    broken_ptr += (b * Hq + h) * blocks
-    some = first + tl.arange(0, BLOCKS)
-    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
-        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
-            if tl.load(broken_ptr + block) > 0:
-                _forward_block(
-                    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, rows_ptr, key_scale_ptr, gain_ptr, p, row_plane,
-                    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h,
-                    v_stride_l, o_stride_b, o_stride_h, o_stride_l, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
-                    doc_start_ptr, doc_stop_ptr, 0, 0, KIND, P, COSINE, LOG_N, GAIN, FIXED, SCALE, SMALL, GROUP, D,
-                    BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, STEEP, BLOCK_M, BLOCK_N, 1,
-                    False,
-                )  # fmt: skip

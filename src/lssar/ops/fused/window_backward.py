@@ -278,7 +278,7 @@ def store_for_keys(
 
 
 @triton.jit
-def _query_block(
+def query_block(
     block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
     row_plane,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
@@ -392,7 +392,7 @@ def query_gradient_kernel(
     for AGAIN in tl.static_range(2):
         if broken:
             block, h, b = _program(AGAIN)
-            broken = _query_block(
+            broken = query_block(
                 block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
                 gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                 v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
@@ -402,38 +402,6 @@ def query_gradient_kernel(
                 LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16 if AGAIN and COSINE else BLOCK_N, 1 if AGAIN else STAGES,
                 TMA and not AGAIN, AGAIN,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["Lq", "Lk", "window", "blocks"])
-def query_gradient_repair_kernel(
-    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr, gain_ptr, p,
-    row_plane, q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
-    o_stride_b, o_stride_h, do_stride_b, do_stride_h, dq_stride_b, dq_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, GAIN: tl.constexpr,
-    SCALE: tl.constexpr, SMALL: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, STEEP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr,
-    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
-    O_STEP: tl.constexpr, DO_STEP: tl.constexpr, DQ_STEP: tl.constexpr,
-):  # fmt: skip
-    """Computes again those of BLOCKS blocks of rows of a head that broken_ptr (B, Hq, blocks) says are not finite."""
-    first, h, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
-    broken_ptr += (b * Hq + h) * blocks
-    some = first + tl.arange(0, BLOCKS)
-    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
-        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
-            if tl.load(broken_ptr + block) > 0:
-                _query_block(
-                    block, h, b, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, rows_ptr, to_keys_ptr, key_scale_ptr,
-                    gain_ptr, p, row_plane, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
-                    v_stride_h, V_STEP, o_stride_b, o_stride_h, O_STEP, do_stride_b, do_stride_h, DO_STEP,
-                    dq_stride_b, dq_stride_h, DQ_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
-                    doc_stop_ptr, 0, 0,
-                    KIND, P, COSINE, LOG_N, GAIN, SCALE, SMALL, GROUP, D, BLOCK_D, CAUSAL, WINDOWED, PACKED,
-                    HAS_LENGTHS, LOG_DEGREE, DOT, WIDE, STEEP, BLOCK_M, 16, 1, False, True,
-                )  # fmt: skip
 
 
 @triton.jit
@@ -516,7 +484,7 @@ def keys_near_one(k, key_scale_ptr, keys, key_stop, COSINE: tl.constexpr, SMALL:
 
 
 @triton.jit
-def _key_block(
+def key_block(
     block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
     q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l, v_stride_b, v_stride_h, v_stride_l,
     do_stride_b, do_stride_h, do_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l,
@@ -530,7 +498,7 @@ def _key_block(
 ):  # fmt: skip
     """Writes dk and dv of a block of keys; returns whether any of it is not finite.
 
-    AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see _query_block) contribute
+    AGAIN: the same for a block that was not finite. Rows whose delta is not finite (see query_block) contribute
     nothing, and their infinities and NaNs count as 0, since 0 * inf is NaN.
     """
     first_key = block * BLOCK_N
@@ -643,7 +611,7 @@ def key_gradient_kernel(
     for AGAIN in tl.static_range(2):
         if broken:
             block, h_kv, b = _program(AGAIN)
-            broken = _key_block(
+            broken = key_block(
                 block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
                 row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
                 v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP, dv_stride_b,
@@ -653,34 +621,3 @@ def key_gradient_kernel(
                 LOG_DEGREE, DOT, WIDE, 0 if AGAIN else STEEP_ROWS, 16 if AGAIN else BLOCK_M, BLOCK_N,
                 1 if AGAIN else STAGES, TMA and not AGAIN, AGAIN,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["Lq", "Lk", "window", "group", "blocks"])
-def key_gradient_repair_kernel(
-    broken_ptr, blocks, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p, row_plane, group,
-    q_stride_b, q_stride_h, k_stride_b, k_stride_h, v_stride_b, v_stride_h,
-    do_stride_b, do_stride_h, dk_stride_b, dk_stride_h, dv_stride_b, dv_stride_h,
-    Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    KIND: tl.constexpr, P: tl.constexpr, COSINE: tl.constexpr, LOG_N: tl.constexpr, SCALE: tl.constexpr,
-    SMALL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
-    Q_STEP: tl.constexpr, K_STEP: tl.constexpr, V_STEP: tl.constexpr,
-    DO_STEP: tl.constexpr, DK_STEP: tl.constexpr, DV_STEP: tl.constexpr,
-):  # fmt: skip
-    """Computes again those of BLOCKS blocks of keys of a head that broken_ptr (B, Hkv, blocks) says are not finite."""
-    first, h_kv, b = tl.program_id(0) * BLOCKS, tl.program_id(1), tl.program_id(2)
-    broken_ptr += (b * Hkv + h_kv) * blocks
-    some = first + tl.arange(0, BLOCKS)
-    if tl.max(tl.load(broken_ptr + some, mask=some < blocks, other=0), 0) > 0:
-        for block in tl.range(first, tl.minimum(first + BLOCKS, blocks), num_stages=1):
-            if tl.load(broken_ptr + block) > 0:
-                _key_block(
-                    block, h_kv, b, q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, to_keys_ptr, key_scale_ptr, p,
-                    row_plane, group, q_stride_b, q_stride_h, Q_STEP, k_stride_b, k_stride_h, K_STEP, v_stride_b,
-                    v_stride_h, V_STEP, do_stride_b, do_stride_h, DO_STEP, dk_stride_b, dk_stride_h, DK_STEP,
-                    dv_stride_b, dv_stride_h, DV_STEP, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr,
-                    doc_stop_ptr, 0, 0,
-                    KIND, P, COSINE, LOG_N, SCALE, SMALL, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
-                    LOG_DEGREE, DOT, WIDE, 0, 16, BLOCK_N, 1, False, True,
-                )  # fmt: skip

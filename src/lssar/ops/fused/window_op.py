@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lssar.ops.fused import op
 from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
+from lssar.ops.fused import window_repair as repairs
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.descriptors import describe
 from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
@@ -202,7 +203,7 @@ def _forward(
         ),
     )  # fmt: skip
     start_kernel(
-        kernels.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
+        repairs.forward_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
         (broken, blocks, *arguments),
         plan.launch_constants(
             "forward_repair",
@@ -275,7 +276,7 @@ def _query_gradient(
         ),
     )  # fmt: skip
     start_kernel(
-        gradients.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
+        repairs.query_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hq, plan.B),
         (broken, blocks, *arguments),
         plan.launch_constants(
             "query_gradient_repair", tile,
@@ -327,7 +328,7 @@ def _key_gradient(
         ),
     )  # fmt: skip
     start_kernel(
-        gradients.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hkv, plan.B),
+        repairs.key_gradient_repair_kernel, (ceil_div(blocks, REPAIRED_BLOCKS), plan.Hkv, plan.B),
         (broken, blocks, *arguments),
         plan.launch_constants(
             "key_gradient_repair", tile,

@@ -143,8 +143,9 @@ def window_key_gradient_kernel(
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     K_STEP: gl.constexpr, DK_STEP: gl.constexpr, DV_STEP: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys of bfloat16, and whether they are not finite: then window_backward's repair computes
-    them again. BLOCK_M divides Lq; q_all, v_all, do_all: descriptors. STEEP: the dq kernel says which rows are steep.
+    """dk and dv of a block of keys of bfloat16, and whether they are not finite, for the kernel that repairs them.
+
+    BLOCK_M divides Lq; q_all, v_all, do_all: descriptors. STEEP: the dq kernel says which rows are steep.
     """
     block, h_kv, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first_key = block * BLOCK_N
