@@ -290,14 +290,18 @@ def turns(shape, *at_most):
 
 def host():
     """Host microseconds of a tiny call with Triton's launcher and with the launch cache, alternating."""
-    from lssar.ops.fused import fused_attention, fused_decode, launch
+    import lssar
+    from lssar.ops.fused import fused_attention, fused_decode, launch, window_attention
 
     q, k, v, do = inputs(64, 4, 128)
     x = [t.clone().requires_grad_() for t in (q, k, v)]
+    cosine = lssar.spec("cosine_softmax")
     calls = {
         "forward": lambda: fused_attention(q, k, v, p=15.0, causal=True),
         "both": lambda: fused_attention(*x, p=15.0, causal=True).backward(do),
         "decode": lambda: fused_decode(q[:, :, :1], k, v, p=15.0),
+        "window forward": lambda: window_attention(q, k, v, cosine, causal=True, window=64),
+        "window both": lambda: window_attention(*x, cosine, causal=True, window=64).backward(do),
     }
     times = {}
     for _ in range(9):
