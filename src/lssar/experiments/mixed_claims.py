@@ -1,4 +1,4 @@
-"""Claims about mixed layouts and their rules, written before the runs.
+"""Claims about mixed layouts and their rules.
 
 Every comparison is one of means over seeds: a difference counts if it exceeds twice its standard error. Rows with one
 seed get the deviation that the rows with several seeds have on average (pooled variance).

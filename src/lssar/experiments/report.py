@@ -33,7 +33,8 @@ MIXED_HEAD = """# Results of mixed layouts{at}
 This page has the results of models with local layers (softmax, rotary positions, a window of {window} tokens) and
 global layers without positions ([long-reader.md](long-reader.md)). They are trained at {length} tokens and evaluated to
 {farthest} times that length. Every number below is in the JSON files under `{results}`, one for each trained arm, with
-its recipe, seed, data, machine, versions and commit. The rules below were written before the runs.
+its recipe, seed, data, machine, versions and commit. The rules below were written before the runs, unless they say
+otherwise.
 
 - Loss: held-out documents are joined and cut into pieces of {longest:,} {units}. Every length sees the same tokens, and
   a document boundary can only make more context harder to use.
@@ -72,11 +73,9 @@ def mixed_page(scale: Scale, tables: dict[str, dict[str, Any]], claims: list[dic
         f"tasks ({', '.join(r.retrieval_tasks)}).\n\n"
     )
     unfinished = (
-        "**Preliminary**: some runs are not finished (listed at the end), so verdicts rest on fewer seeds than "
-    )
-    unfinished += (
-        "the rules name; the number of seeds of each row is below its table. One seed has no spread, which the rules "
-        "take for zero: a verdict on such a row counts differences that another seed may not show.\n\n"
+        "**Preliminary**: some runs are not finished (listed at the end), so verdicts may rest on fewer seeds than "
+        "the rules name; the number of seeds of each row is below its table. For a row with one seed the rules take "
+        "the average spread of the rows with several: another seed may change a verdict on such a row.\n\n"
     )
     text += claims_section(claims, {}, unfinished if tables["mixed"]["missing"] else "")
     for name, experiment in EXPERIMENTS.items():
