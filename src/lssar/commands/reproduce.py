@@ -35,7 +35,7 @@ class Reproduce:
     """Experiments, or all."""
     scale: ScaleName = "smoke"
     """smoke: only shows that everything runs, minutes on two cores; laptop: small models that have learned something,
-    an hour or two on two cores; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
+    several hours on two cores for all of them; h200: 51M on books, one GPU; paper: 124M on FineWeb-10B, eight GPUs."""
     tokens: int | None = None
     """Number of training tokens of every arm, in place of the scale's."""
     seeds: int | None = None
