@@ -53,12 +53,6 @@ class Form(NamedTuple):
     misalignment: int
     device: torch.device
 
-    @property
-    def fits_descriptor(self) -> bool:
-        """Whether the tensor memory accelerator can read tiles of it."""
-        steps = zip(self.shape, self.stride[:-1])
-        return self.misalignment == 0 and all(s * self.dtype.itemsize % 16 == 0 and (s > 0 or n == 1) for n, s in steps)
-
 
 def form_of(x: Tensor) -> Form:
     return Form(x.dtype, x.shape, x.stride(), x.data_ptr() & 15, x.device)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lssar.ops.fused import window as kernels
 from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused import window_repair as repairs
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
-from lssar.ops.fused.descriptors import describe
+from lssar.ops.fused.descriptors import can_describe, describe
 from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, steep_rows, visibility_arguments, visibility_kind
 from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for
@@ -58,32 +58,19 @@ def _mechanism(literal: str, p: float | None, d: int, dtype: torch.dtype) -> dic
     }  # fmt: skip
 
 
-class Forms(NamedTuple):
-    """Of the tensors of a call; the last two of the backward's own."""
-
-    q: Form
-    k: Form
-    v: Form
-    gain: Form | None
-    key_lengths: Form | None
-    do: Form | None = None
-    saved: tuple[Form, ...] = ()
-
-
 class _Plan(LaunchPlan):
-    """What a call needs besides its tensors. Calls with tensors of the same forms share one, see `_plan_of`."""
+    """What a call needs besides its tensors. Calls with tensors of the same form share one, see `_plan_of`."""
 
     def __init__(
-        self, forms: Forms, spec: str, p: float | None, causal: bool, window: int | None, packed: bool
-    ) -> None:
+        self, q: Form, k: Form, others: tuple[Form | None, ...], has_gain: bool, spec: str, p: float | None,
+        causal: bool, window: int | None, packed: bool, padded: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
-        q, k, gain = forms.q, forms.k, forms.gain
-        self.forms = forms
+        del others  # a part of the key
         self.B, self.Hq, self.Lq, self.D = q.shape
         self.Hkv, self.Lk = k.shape[1], k.shape[2]
         self.itemsize = q.dtype.itemsize
         self.p = 1.0 if p is None else float(p)
-        padded = forms.key_lengths is not None
         self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility_kind(causal, window, packed, padded)
         c = self.constants
         self.steep = c["KIND"] == kernels.REWEIGHTED.value and steep_rows(q.dtype, self.p)
@@ -92,18 +79,19 @@ class _Plan(LaunchPlan):
         bound = c["SCALE"] * (math.log(max(longest, 1)) if c["LOG_N"] else 1.0)
         spread = 2 * bound / math.log(2)
         self.fixed = (
-            c["KIND"] == kernels.EXP.value and c["COSINE"] and gain is None and q.dtype != torch.float16
+            c["KIND"] == kernels.EXP.value and c["COSINE"] and not has_gain and q.dtype != torch.float16
             and spread < LARGEST_SPREAD
         )  # fmt: skip
         kind = "softplus" if c["KIND"] else "cosine" if c["COSINE"] else "softmax"
         self.tiles = kind if longest <= LONG_WINDOW else f"{kind}_long"
         near = causal and 0 < (window or 0) <= 2 * FORWARD_BLOCK + 1
         self.three_tiles = near and (self.Lk - self.Lq) % FORWARD_BLOCK == 0
+        self.has_gain = has_gain
         self.in_gluon = not self.wide and window is not None and not padded and (c["COSINE"] or not c["LOG_N"])
 
     def of_rows(self) -> dict[str, Any]:
         """Constants of the kernels that hold rows."""
-        return {"GAIN": self.forms.gain is not None, "GROUP": self.Hq // self.Hkv, "STEEP": self.steep}
+        return {"GAIN": self.has_gain, "GROUP": self.Hq // self.Hkv, "STEEP": self.steep}
 
     def for_gluon(self, *known: str) -> dict[str, Any]:
         """Constants without those of which the Gluon kernels know the value, and without others that one of them has
@@ -111,10 +99,9 @@ class _Plan(LaunchPlan):
         known += ("BLOCK_D", "WINDOWED", "HAS_LENGTHS", "DOT")
         return {name: x for name, x in self.constants.items() if name not in known}
 
-    def hopper(self, *read: Form | None) -> ModuleType | None:
-        """The Gluon kernels if they can run; read: forms of what is read by descriptors."""
-        readable = self.in_gluon and all(x is not None and x.fits_descriptor for x in read)
-        return op.hopper_kernels(self.D, "window") if readable else None
+    def hopper(self, *in_tiles: Tensor) -> ModuleType | None:
+        """The Gluon kernels if they can run; in_tiles: tensors that they read by descriptors."""
+        return op.hopper_kernels(self.D, "window") if self.in_gluon and can_describe(*in_tiles) else None
 
     def key_scale(self, k: Tensor) -> Tensor:
         """1 / |k|, (B, Hkv, Lk); empty where norms are not divided out."""
@@ -140,7 +127,7 @@ class _Plan(LaunchPlan):
         """Launch with the tiles of the table. grid(tile): programs; in_tiles: tensors that the loop reads; steep_block:
         what the constants depend on besides the plan. Returns the tile that was used."""
         padded = self.constants["HAS_LENGTHS"]  # padding may hold anything
-        aligned = not padded and all(form_of(x).fits_descriptor for x in in_tiles)
+        aligned = not padded and can_describe(*in_tiles)
 
         def run(tile, tile_constants):
             del tile_constants["CACHE"]
@@ -159,10 +146,15 @@ _plan = lru_cache(maxsize=512)(_Plan)
 
 
 def _plan_of(
-    forms: Forms, power: Tensor | None, spec: str, causal: bool, cu_seqlens: Tensor | None, window: int | None
-) -> _Plan:
+    q: Tensor, k: Tensor, others: tuple[Tensor, ...], gain: Tensor | None, power: Tensor | None, spec: str,
+    causal: bool, cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
+) -> _Plan:  # fmt: skip
     p = _spec_of(spec).p if power is None else float(power)
-    return _plan(forms, spec, p, causal, window, cu_seqlens is not None)
+    forms = *map(form_of, others), form_of_some(gain), form_of_some(key_lengths)
+    return _plan(
+        form_of(q), form_of(k), forms, gain is not None, spec, p, causal, window, cu_seqlens is not None,
+        key_lengths is not None,
+    )  # fmt: skip
 
 
 def _forward(
@@ -170,8 +162,7 @@ def _forward(
     cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gain = None if gain is None else gain.contiguous()
-    forms = Forms(form_of(q), form_of(k), form_of(v), form_of_some(gain), form_of_some(key_lengths))
-    plan = _plan_of(forms, power, spec, causal, cu_seqlens, window)
+    plan = _plan_of(q, k, (v,), gain, power, spec, causal, cu_seqlens, key_lengths, window)
     o, rows = torch.empty_like(q), _rows_of(q, spec)
     key_scale = plan.key_scale(k)
     if q.numel() == 0 or k.numel() == 0:
@@ -184,7 +175,7 @@ def _forward(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3], *shapes,
     )  # fmt: skip
     constants = lambda: {"FIXED": plan.fixed, **plan.of_rows()}  # noqa: E731
-    hopper = plan.hopper(forms.q, forms.k, forms.v) if plan.three_tiles else None
+    hopper = plan.hopper(q, k, v) if plan.three_tiles else None
     if hopper is None:
         grid = lambda tile: (ceil_div(plan.Lq, tile.m), plan.Hq, plan.B)  # noqa: E731
         plan.run("forward", kernels.forward_kernel, grid, arguments, (k, v), constants)
@@ -226,11 +217,8 @@ def _backward(
     if do.stride(-1) != 1:
         do = do.contiguous()
     gain = None if gain is None else gain.contiguous()
-    forms = Forms(
-        form_of(q), form_of(k), form_of(v), form_of_some(gain), form_of_some(key_lengths), form_of(do),
-        (form_of(o), form_of(rows), form_of(key_scale)),
-    )  # fmt: skip
-    plan = _plan_of(forms, power, spec, causal, cu_seqlens, window)
+    others = v, o, do, rows, key_scale
+    plan = _plan_of(q, k, others, gain, power, spec, causal, cu_seqlens, key_lengths, window)
     shapes = plan.Hq, plan.Hkv, *visibility_arguments(q, plan.Lk, cu_seqlens, key_lengths, window)
     to_keys = q.new_empty((gradients.BACKWARD_PLANES, plan.B, plan.Hq, plan.Lq), dtype=torch.float32)
     steep_block = _query_gradient(plan, shapes, q, k, v, gain, o, do, dq, rows, to_keys, key_scale)
@@ -251,7 +239,7 @@ def _query_gradient(
         *shapes,
     )  # fmt: skip
     constants = lambda: plan.of_rows() | _steps(Q=q, K=k, V=v, O=o, DO=do, DQ=dq)  # noqa: E731
-    hopper = plan.hopper(plan.forms.q, plan.forms.k, plan.forms.v, plan.forms.do)
+    hopper = plan.hopper(q, k, v, do)
     if hopper is None:
         tile = plan.run(
             "query_gradient", gradients.query_gradient_kernel,
@@ -298,7 +286,7 @@ def _key_gradient(
         *itertools.chain(*strides), *shapes,
     )  # fmt: skip
     constants = lambda: {"WIDE": plan.wide, **_steps(Q=q, K=k, V=v, DO=do, DK=dk, DV=dv)}  # noqa: E731
-    hopper = plan.hopper(plan.forms.q, plan.forms.v, plan.forms.do)
+    hopper = plan.hopper(q, v, do)
     if hopper is not None:
         tile = tile_for("window_key_gradient_hopper", plan.D, plan.itemsize)
     # whole tiles of rows, each within two blocks of the dq kernel at most
