@@ -75,7 +75,6 @@ def test_a_tiny_model_learns_the_passkey(tmp_path):
     maker = TaskMaker(load_tokenizer("bytes"))
     found = evaluate_retrieval(model, maker, "passkey", settings.length, samples=12, seed=1)
     assert found["choice"]["low"] > 0.5  # by chance 0.1
-    assert found["greedy"]["right"] > 0  # by chance one in 90,000
 
 
 def test_ranks_beside_the_shards_need_no_network(tmp_path):
