@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -141,8 +142,8 @@ def test_inline_assembly(hopper):
     """The bounds of test_steep.py hold for the PTX too, not only for what the interpreter takes in its place."""
     test_steep.test_short_forms()
     test_steep.test_the_mean_in_half_arithmetic(4.0)
-    for p in (2, 15):
-        test_steep.test_short_forms_of_the_backward(p)
+    for p, form in itertools.product((2, 15), test_steep.FORMS):
+        test_steep.test_short_forms_of_the_backward(p, form)
 
 
 def test_inline_assembly_of_windowed_kernels(hopper, monkeypatch):

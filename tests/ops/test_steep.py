@@ -8,20 +8,26 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from lssar.ops.fused.steep import (  # noqa: E402
+    GENERAL,
+    LINEAR,
+    SHORT,
     TANH_SCALE,
+    form_of_rows,
+    general_line,
     left_and_right,
-    long_line,
+    line_of_form,
     pairs_of,
     root_and_sigmoid,
     short_key_weights,
-    short_line,
     short_query_terms,
+    short_score_gradient,
     softplus_pairs,
 )
 from tests.helpers import seeded  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOPE = 2.0**-10
+FORMS = ("short", "linear", "always linear")
 
 
 @triton.jit
@@ -63,46 +69,52 @@ def test_short_forms():
 
 
 @triton.jit
-def there_and_back_kernel(line_ptr, N: tl.constexpr):
+def there_and_back_kernel(line_ptr, form, N: tl.constexpr):
     at = tl.arange(0, N)
-    slope, intercept = short_line(tl.load(line_ptr + at), tl.load(line_ptr + N + at))
-    slope, intercept = long_line(slope, intercept)
+    slope, intercept = line_of_form(tl.load(line_ptr + at), tl.load(line_ptr + N + at), form)
+    slope, intercept = general_line(slope, intercept, form)
     tl.store(line_ptr + at, slope)
     tl.store(line_ptr + N + at, intercept)
 
 
-def test_long_line_is_the_inverse_of_short_line():
+@pytest.mark.parametrize("form", [GENERAL, SHORT, LINEAR])
+def test_general_line_is_the_inverse_of_line_of_form(form):
     line = torch.randn(2, 64, device=DEVICE)
     made = line.clone()
-    there_and_back_kernel[(1,)](made, N=64)
+    there_and_back_kernel[(1,)](made, form.value, N=64)
     torch.testing.assert_close(made, line, rtol=0, atol=8 * 2.0**-24 * line.abs().max().item())
 
 
 @triton.jit
-def backward_kernel(x_ptr, out_ptr, slope, intercept, plane, P: tl.constexpr):
+def backward_kernel(x_ptr, out_ptr, slope, intercept, form, plane, P: tl.constexpr, ALWAYS_LINEAR: tl.constexpr):
     at = tl.arange(0, 16)[:, None] * 256 + tl.arange(0, 256)[None, :]
     x = tl.load(x_ptr + at)
-    slope, intercept = short_line(slope, intercept)
-    weight, y, sigma = short_key_weights(x * TANH_SCALE, slope, intercept, P)
-    g, g_sigma, half_sigma = short_query_terms(x, x * 0.0 + 0.75, slope, intercept, 1.0, 0.25, P)
+    slope, intercept = line_of_form(slope, intercept, form)
+    weight, y, th = short_key_weights(x * TANH_SCALE, slope, intercept, form, P, ALWAYS_LINEAR)
+    g, g_sigma, half_sigma = short_query_terms(x, x * 0.0 + 0.75, slope, intercept, 1.0, 0.25, form, P, ALWAYS_LINEAR)
     tl.store(out_ptr + at, weight)
     tl.store(out_ptr + plane + at, y)
-    tl.store(out_ptr + 2 * plane + at, sigma)
+    tl.store(out_ptr + 2 * plane + at, short_score_gradient(y * 0.0 + 0.5, y * 0.0 + 1.0, y * 0.0, th))
     tl.store(out_ptr + 3 * plane + at, g.to(tl.float32))
     tl.store(out_ptr + 4 * plane + at, g_sigma.to(tl.float32))
     tl.store(out_ptr + 5 * plane + at, half_sigma.to(tl.float32))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 15, 16, 21])
-def test_short_forms_of_the_backward(p):
+def test_short_forms_of_the_backward(p, form):
     """Against float64 in a row whose largest score is 40 and whose mean is 6; hidden keys and far ones have nothing."""
     x = torch.linspace(-60, 40, 16 * 256).view(16, 256)
     x[0, :3] = -1e30
     slope = 2 ** (-1 / p) / (2 * (40 - 6))
     out = torch.full((6, 16, 256), torch.nan, device=DEVICE)
-    backward_kernel[(1,)](x.to(DEVICE), out, slope, -12 * slope, 16 * 256, P=p)
+    backward_kernel[(1,)](
+        x.to(DEVICE), out, slope, -12 * slope, (SHORT if form == "short" else LINEAR).value, 16 * 256, P=p,
+        ALWAYS_LINEAR=form == "always linear",
+    )  # fmt: skip
     weight, y, sigma, g, g_sigma, half_sigma = out.double().cpu()
-    w = (2 * slope * softplus(x) - 12 * slope).clamp(0, 1)
+    a = softplus(x) if form == "short" else x.double().clamp_min(0)
+    w = (2 * slope * a - 12 * slope).clamp(0, 1)
     right_sigma = torch.sigmoid(x.double() * np.log(2))
     right_y = torch.where(w > 0, w ** (p - 1), 0)
     # softplus off by 6e-4 (tanh.approx: 2^-11), then the power; values of a half type below 2^-14 lose digits
@@ -118,6 +130,36 @@ def test_short_forms_of_the_backward(p):
     for ours in (sigma, half_sigma):
         assert (ours - right_sigma).abs().max() < 2.0**-11
         assert (ours[0, :3] == 0).all()
+
+
+@triton.jit
+def form_kernel(line_ptr, inside_ptr, form_ptr, P: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    inside = tl.load(inside_ptr + at) > 0
+    tl.store(form_ptr, form_of_rows(tl.load(line_ptr + at), tl.load(line_ptr + N + at), inside, P))
+
+
+def form_of(mean, largest, p, inside=None):
+    """Of rows with these means and largest softplus, float64 tensors of 64."""
+    slope = 2 ** (-1 / p) / (2 * (largest - mean))
+    line = torch.stack([slope, -2 * mean * slope]).float().to(DEVICE)
+    form = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
+    inside = torch.ones(64) if inside is None else inside
+    form_kernel[(1,)](line, inside.int().to(DEVICE), form, P=p, N=64)
+    return form.item()
+
+
+def test_form_of_rows():
+    """The row that needs the most decides, if it is there; a row with NaN takes no part."""
+    short, linear, flat = (torch.tensor(x, dtype=torch.float64) for x in ((3.0, 10.0), (3.0, 30.0), (1.0, 1.1)))
+    rows = linear.repeat(64, 1)
+    assert form_of(*rows.T, 15) == LINEAR
+    for row, form in ((short, SHORT), (flat, GENERAL)):
+        mixed = rows.clone()
+        mixed[17] = row
+        assert form_of(*mixed.T, 15) == form
+        assert form_of(*mixed.T, 15, torch.arange(64) != 17) == LINEAR
+    assert form_of(*rows.T, 3) == SHORT  # a small power leaves weight to small scores
 
 
 @pytest.mark.parametrize("deviation", [2.0, 4.0, 6.0, 10.0])
@@ -140,17 +182,38 @@ def test_the_mean_in_half_arithmetic(deviation):
 )
 def test_weights_of_random_rows(n, d, p):
     """Cosines of random vectors: all rows are steep, and both forms together change the weights by 5e-5 at most."""
-    size = 1 << (n - 1).bit_length()
-    x = torch.randn(16, size, generator=seeded(1)) * (np.log(d) * np.log2(n) / d**0.5)
-    rough, short, _ = forms(x)
-    exact, rough, short = softplus(x)[:, :n], rough[:, :n], short[:, :n]
+    exact, rough, short = random_scores(n, d)
     tau, largest = exact.mean(1, keepdim=True), exact.amax(1, keepdim=True)
     assert ((softplus(torch.tensor(2.0)) - tau) / (largest - tau) <= 2 ** (-24 / p)).all()
     assert (2 * (largest - tau) >= 4).all()
-
-    def weights(a, tau):
-        w = ((a - tau).clamp_min(0) / (largest - tau)) ** p
-        return w / w.sum(1, keepdim=True)
-
-    right, ours = weights(exact, tau), weights(short, rough.mean(1, keepdim=True))
+    right, ours = weights(exact, tau, largest, p), weights(short, rough.mean(1, keepdim=True), largest, p)
     assert (ours - right).norm() < 5e-5 * right.norm()
+
+
+def random_scores(n, d):
+    """Exact softplus, that of half arithmetic and the short one, [16, n], of cosines of random vectors."""
+    size = 1 << (n - 1).bit_length()
+    x = torch.randn(16, size, generator=seeded(1)) * (np.log(d) * np.log2(n) / d**0.5)
+    rough, short, _ = forms(x)
+    return softplus(x)[:, :n], rough[:, :n], short[:, :n]
+
+
+def weights(a, tau, largest, p):
+    w = ((a - tau).clamp_min(0) / (largest - tau)) ** p
+    return w / w.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "p"), [(512, 64, 15), (1024, 128, 15), (1024, 128, 63), (4096, 64, 7), (16384, 128, 15)]
+)
+def test_linear_weights_of_random_rows(n, d, p):
+    """Rows of form LINEAR: scores in place of their softplus change the weights by 2e-3 of a row's norm at most."""
+    x = torch.randn(256, n, generator=seeded(1)).double() * (np.log(d) * np.log2(n) / d**0.5)
+    exact = softplus(x)
+    tau, largest = exact.mean(1, keepdim=True), exact.amax(1, keepdim=True)
+    linear = 2 ** (-1 / p) * (8 + 2.0**-7 - tau) / (largest - tau) <= 2 ** (-9 / p)
+    assert linear.float().mean() > 0.5
+    right, ours = weights(exact, tau, largest, p), weights(x, tau, largest, p)
+    errors = ((ours - right).norm(dim=1) / right.norm(dim=1))[linear[:, 0]]
+    assert errors.max() < 2e-3
+    assert errors.square().mean() < 3e-4**2

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from lssar.ops.fused.gradients import (
     EDGE_KEYS,
+    FORM_PLANE,
     FULL_BLOCKS,
     key_weights,
     precise_score_gradient,
@@ -40,7 +41,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
     without_broken_rows,
 )
-from lssar.ops.fused.steep import TANH_SCALE, all_steep, long_line
+from lssar.ops.fused.steep import GENERAL, TANH_SCALE, form_of_rows, general_line
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def query_gradient_kernel(
         full_hi, tl.arange(0, EDGE_KEYS), tl.arange(0, FULL_BLOCKS), WINDOWED or PACKED,
     )  # fmt: skip
 
-    steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
+    form = form_of_rows(slope, intercept, inside, P if P > 0 else exponent) if STEEP else GENERAL
     gk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)
@@ -143,7 +144,7 @@ def query_gradient_kernel(
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     gk, sk, g_lanes = _query_sums(
         gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
-        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, steep, columns,
+        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, form != GENERAL, columns,
         D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
 
@@ -165,7 +166,7 @@ def query_gradient_kernel(
         store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
-        mean * kappa * bound, scale * to_unit, steep, radial, P if P > 0 else exponent,
+        mean * kappa * bound, scale * to_unit, form, radial, P if P > 0 else exponent,
         EXACT_QUERIES, LOG_DEGREE == 0, STEEP, HAS_GAIN, False,
     )  # fmt: skip
 
@@ -205,10 +206,11 @@ def _key_sums(
         mean = tl.load(rows_ptr + 4 * row_plane + rows)
         row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
         if REPAIR and SHORT:
-            is_steep = tl.load(rows_ptr + 6 * row_plane + rows) > 0
-            long_slope, long_intercept = long_line(slope, intercept)
-            slope, intercept = tl.where(is_steep, long_slope, slope), tl.where(is_steep, long_intercept, intercept)
-            row_factor = tl.where(is_steep, row_factor / TANH_SCALE, row_factor)
+            form = tl.load(rows_ptr + FORM_PLANE * row_plane + rows).to(tl.int32)
+            slope, intercept = general_line(slope, intercept, form)
+            row_factor = tl.where(form == GENERAL, row_factor, row_factor / TANH_SCALE)
+            half = tl.where(form == GENERAL, 1.0, 2.0)
+            factor, offset, mean = factor * half, offset * half, mean * half
         if EXACT_QUERIES:
             x = x * row_factor[:, None] * key_scale[None, :]
         masked = (start < full_lo) | (start + M > full_hi)
@@ -217,7 +219,7 @@ def _key_sums(
                 rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
             )
             x = keep_visible(x, keys[None, :], row_start[:, None], row_stop[:, None], HIDDEN)
-        short = steep_block(rows_ptr + 6 * row_plane + start, M) & (masked == 0) if STEEP else False
+        short = steep_block(rows_ptr + FORM_PLANE * row_plane + start, M) & (masked == 0) if STEEP else False
         weight, y, sigma = key_weights(
             x, slope[:, None], intercept[:, None], short, P, REWEIGHT, LOG_DEGREE, STEEP
         )  # fmt: skip

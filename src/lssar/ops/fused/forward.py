@@ -32,8 +32,9 @@ from lssar.ops.fused.primitives import (
     without_broken_rows,
 )
 from lssar.ops.fused.steep import (
+    GENERAL,
     HIDDEN_PAIR,
-    all_steep,
+    form_of_rows,
     half_dot,
     hide_pairs,
     lane_max_of_pairs,
@@ -80,7 +81,7 @@ def _rough_statistics(
     q, k_ptr, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """_row_statistics in half arithmetic, two scores an instruction: good enough for steep rows (all_steep) alone."""
+    """_row_statistics in half arithmetic, two scores an instruction: good enough for steep rows alone."""
     offsets = tl.arange(0, N)
     left = tl.arange(0, N // 2) * 2
     total = tl.zeros([M, 4], tl.float32)
@@ -97,7 +98,7 @@ def _rough_statistics(
 
 @triton.jit
 def _weighted_values(
-    q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, steep,
+    q, k_ptr, v_ptr, v_stride, lo, hi, full_lo, full_hi, row_start, row_stop, key_stop, slope, intercept, form,
     columns, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P,
     REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
     STAGES: tl.constexpr,
@@ -116,7 +117,7 @@ def _weighted_values(
         k = read_tile(k_ptr, start + N, key_stop, D, offsets, columns, D, TMA)  # [N, D]
         x_next = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
         v = read_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, TMA)  # [N, D]
-        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+        weight = tile_weights(x, slope[:, None], intercept[:, None], form, P, REWEIGHT, LOG_DEGREE, STEEP)
         if (start < full_lo) | (start + N > full_hi):
             keys = (start + offsets)[None, :]
             weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
@@ -128,7 +129,7 @@ def _weighted_values(
 
 @triton.jit
 def _careful_values(
-    q, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, slope, intercept, steep, columns,
+    q, k_ptr, v_ptr, v_stride, lo, hi, row_start, row_stop, key_stop, slope, intercept, form, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +146,7 @@ def _careful_values(
         k = load_tile(k_ptr, start, key_stop, D, offsets, columns, D, True)  # [N, D]
         v, broken = without_broken_rows(load_tile(v_ptr, start, key_stop, v_stride, offsets, columns, D, True))
         x = dot(q, tl.trans(k), PRECISION=DOT)  # [M, N]
-        weight = tile_weights(x, slope[:, None], intercept[:, None], steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+        weight = tile_weights(x, slope[:, None], intercept[:, None], form, P, REWEIGHT, LOG_DEGREE, STEEP)
         keys = (start + offsets)[None, :]
         weight = keep_visible(weight, keys, row_start[:, None], row_stop[:, None], 0.0)
         z += lane_sum(weight, M, N)
@@ -197,7 +198,7 @@ def forward_kernel(
 
     slope = tl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
-    steep = False
+    form = 0
     if REWEIGHT:
         keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
         first_key = key_lo // BLOCK_N1 * BLOCK_N1
@@ -207,8 +208,8 @@ def forward_kernel(
                 D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
             )  # fmt: skip
             slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
-            steep = all_steep(slope, intercept, rows < Lq, P if P > 0 else exponent)
-        if not steep:
+            form = form_of_rows(slope, intercept, rows < Lq, P if P > 0 else exponent)
+        if form == GENERAL:
             total, x_max = _row_statistics(
                 q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
                 D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
@@ -219,14 +220,14 @@ def forward_kernel(
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
     o, z_row = _weighted_values(
         q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
-        key_stop, slope, intercept, steep, columns,
+        key_stop, slope, intercept, form, columns,
         D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
     )  # fmt: skip
     divisor = z_row
     if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
         o, z_row, scale = _careful_values(
             q, k_ptr, v_ptr, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, row_start, row_stop, key_stop, slope,
-            intercept, steep, columns,
+            intercept, form, columns,
             D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP,
         )  # fmt: skip
         divisor = z_row * scale

@@ -23,12 +23,13 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward_and_radial,
     with_gain,
 )
-from lssar.ops.fused.steep import TANH_SCALE, root_and_sigmoid, short_line
+from lssar.ops.fused.steep import GENERAL, TANH_SCALE, line_of_form, root_and_sigmoid
 
 ROW_PLANES = 8
 """Values of each row that the dq kernel stores for the dk, dv kernel (store_row_values); a power of two for Gluon."""
+FORM_PLANE = tl.constexpr(6)
 GAIN_PLANE = tl.constexpr(7)
-"""Which of them is the row's part of the gradient of its head's gain."""
+"""Which of them are the form of the block of rows, and the row's part of the gradient of its head's gain."""
 EDGE_KEYS = tl.constexpr(128)
 FULL_BLOCKS = tl.constexpr(256)
 """Keys, and blocks of keys, that _largest_value loads at once: large, since every step waits for memory."""
@@ -175,9 +176,9 @@ def precise_score_gradient(dp, factor, delta, y, mean, sigma, REWEIGHT: tl.const
 
 @triton.jit
 def store_row_values(
-    rows_ptr, row_plane, inside, sound, slope, intercept, z, delta, mean, to_score, steep, radial, P,
+    rows_ptr, row_plane, inside, sound, slope, intercept, z, delta, mean, to_score, form, radial, P,
     EXACT_QUERIES: tl.constexpr, PRECISE: tl.constexpr, STEEP: tl.constexpr, HAS_GAIN: tl.constexpr,
-    SHORT: tl.constexpr,
+    SHORT_FORMS: tl.constexpr,
 ):  # fmt: skip
     """Stores the ROW_PLANES values of each row for the dk, dv kernel; rows past the last, and those that are not sound,
     have zeros: they do not contribute to dk and dv.
@@ -185,9 +186,9 @@ def store_row_values(
     0, 1: slope and intercept of the weights. 2, 3: factor and offset that turn dO.v into the gradient of a weight;
     with PRECISE the offset lacks the factor.
     4: the row's mean of g. 5: with EXACT_QUERIES the factor that turns products with the stored queries into scores,
-    else 1 / Z, which the weights then lack. 6: with STEEP, whether all rows of this block are steep. 7: with
-    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT: if the block is
-    steep, slope, intercept and score factor are those that steep.short_root takes.
+    else 1 / Z, which the weights then lack. 6: with STEEP, the form of this block of rows. 7: with
+    HAS_GAIN, the row's part of the gradient of its head's gain, which the host sums up. SHORT_FORMS: unless the form is
+    GENERAL, values 0, 1 and 5 are those that steep.short_root takes, and 2 to 4 are halved.
     """
     if EXACT_QUERIES:
         root = tl.where(z > 0, ex2(-lg2(tl.where(z > 0, z, 1.0)) / P), 0.0)  # Z^(-1/p) normalises the weights
@@ -200,10 +201,11 @@ def store_row_values(
     mean, delta = tl.where(sound, mean, 0.0), tl.where(sound, delta, 0.0)
     row_factor = tl.where(sound, row_factor, 0.0)
     factor = 2.0 * P * slope * row_factor
-    if SHORT and STEEP:
-        steep_slope, steep_intercept = short_line(slope, intercept)
-        slope, intercept = tl.where(steep, steep_slope, slope), tl.where(steep, steep_intercept, intercept)
-        row_factor = tl.where(steep, row_factor * TANH_SCALE, row_factor)
+    if SHORT_FORMS and STEEP:
+        slope, intercept = line_of_form(slope, intercept, form)
+        row_factor = tl.where(form == GENERAL, row_factor, row_factor * TANH_SCALE)
+        half = tl.where(form == GENERAL, 1.0, 0.5)
+        factor, mean = factor * half, mean * half
     tl.store(rows_ptr, slope, mask=inside)
     tl.store(rows_ptr + row_plane, intercept, mask=inside)
     tl.store(rows_ptr + 2 * row_plane, factor, mask=inside)
@@ -212,6 +214,6 @@ def store_row_values(
     tl.store(rows_ptr + 4 * row_plane, saturate(mean, tl.float32), mask=inside)
     tl.store(rows_ptr + 5 * row_plane, row_factor, mask=inside)
     if STEEP:
-        tl.store(rows_ptr + 6 * row_plane, slope * 0.0 + steep.to(tl.float32), mask=inside)
+        tl.store(rows_ptr + FORM_PLANE * row_plane, slope * 0.0 + form.to(tl.float32), mask=inside)
     if HAS_GAIN:
         tl.store(rows_ptr + GAIN_PLANE * row_plane, radial, mask=inside)

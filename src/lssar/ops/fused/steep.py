@@ -18,15 +18,25 @@ from lssar.ops.fused.primitives import (
 
 STEEP_FROM = tl.constexpr(4.643856189774724)  # 2a of x = 2
 STEEP_SPREAD = tl.constexpr(0.25)  # the largest slope
+LINEAR_FROM = tl.constexpr(16.01124)  # 2a of x = 8
+
+# Forms of the arithmetic for a block of rows
+GENERAL = tl.constexpr(0)
+SHORT = tl.constexpr(1)
+LINEAR = tl.constexpr(2)
 
 
 @triton.jit
-def all_steep(slope, intercept, inside, P):
-    """Whether in each of these rows keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16,
-    and the threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their
-    mean and with `_steep_root`. Rows that are not inside are ignored."""
+def form_of_rows(slope, intercept, inside, P):
+    """The form that serves all of these rows; those that are not inside do not count.
+
+    SHORT if they are steep: keys of x < 2 have a weight of 2^-24 at most, where the largest has 1/2 or 1/16, and the
+    threshold lies about 4 (of 2a) or more below the largest. Such rows can do with `softplus_pairs` for their mean and
+    with `_steep_root`. LINEAR if moreover keys of x < 8 have a weight of 2^-9 at most: the softplus of the others is x.
+    """
     gentle = (slope * STEEP_FROM + intercept > root_of_power_of_two(-24.0, P)) | (slope > STEEP_SPREAD)
-    return tl.max((gentle & inside).to(tl.int32), 0) == 0
+    near = slope * LINEAR_FROM + intercept > root_of_power_of_two(-9.0, P)
+    return 2 - tl.max(tl.where(inside, tl.where(gentle, 2, near.to(tl.int32)), 0), 0)
 
 
 @triton.jit
@@ -48,14 +58,16 @@ def _steep_root(x, t, slope, intercept):
 
 @triton.jit
 def tile_weights(
-    x, slope, intercept, steep, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
+    x, slope, intercept, form, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr
 ):  # fmt: skip
-    """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots, by the shorter form if steep."""
+    """Weights of scores x in the forward: of LSSA 2a itself, else powers of roots. form: that of the rows (STEEP)."""
     if not REWEIGHT:
         weight = softplus2(x, LOG_DEGREE)
     else:
         if STEEP:
-            if steep:
+            if form == LINEAR:
+                root = weight_root(x, 2.0 * slope, intercept, 3)
+            elif form == SHORT:
                 root = _steep_root(x, _ex2_neg(x), slope, intercept)
             else:
                 root = weight_root(softplus2(x, LOG_DEGREE), slope, intercept, LOG_DEGREE)
@@ -108,44 +120,62 @@ def _tanh(x):
 
 
 @triton.jit
-def short_line(slope, intercept):
-    """Slope and intercept that short_root takes, from those of the weights."""
-    return slope * (2.0 / TANH_SCALE), intercept + slope * (2.0 * TAIL_0)
+def line_of_form(slope, intercept, form):
+    """Slope and intercept that roots of z = x ln(2) / 2 take, from those of the weights; as they are if GENERAL."""
+    slope = tl.where(form == GENERAL, slope, slope * (2.0 / TANH_SCALE))
+    return slope, tl.where(form == SHORT, intercept + slope * (TAIL_0 * TANH_SCALE), intercept)
 
 
 @triton.jit
-def long_line(slope, intercept):
-    """The inverse of short_line."""
-    slope *= TANH_SCALE / 2.0
-    return slope, intercept - slope * (2.0 * TAIL_0)
+def general_line(slope, intercept, form):
+    """The inverse of line_of_form."""
+    intercept = tl.where(form == SHORT, intercept - slope * (TAIL_0 * TANH_SCALE), intercept)
+    return tl.where(form == GENERAL, slope, slope * (TANH_SCALE / 2.0)), intercept
 
 
 @triton.jit
-def short_root(z, slope, intercept):
-    """weight_root and tanh z for steep rows; slope and intercept of short_line. Hidden keys have a root of 0.
+def short_root(z, slope, intercept, has_tail=1.0):
+    """weight_root and tanh z for steep rows; slope and intercept of line_of_form. Hidden keys have a root of 0.
 
-    The softplus is off by 6e-4 at most for x >= 2, and too small for smaller x.
+    The softplus is off by 6e-4 at most for x >= 2, and too small for smaller x. has_tail: 0 for rows of form LINEAR.
     """
     th = _tanh(z)
-    return weight_root(z + th * (th * TAIL_2 + TAIL_1), slope, intercept, 3), th
+    return weight_root(z + th * (th * (TAIL_2 * has_tail) + TAIL_1 * has_tail), slope, intercept, 3), th
 
 
 @triton.jit
-def short_key_weights(z, slope, intercept, P):
-    """gradients.key_weights by short_root."""
-    w, th = short_root(z, slope, intercept)
+def _root_of_form(z, slope, intercept, form, ALWAYS_LINEAR: tl.constexpr):
+    """short_root for rows of form SHORT or LINEAR; ALWAYS_LINEAR: form is known to be LINEAR, the shortest code."""
+    if ALWAYS_LINEAR:
+        root, th = weight_root(z, slope, intercept, 3), _tanh(z)
+    else:
+        root, th = short_root(z, slope, intercept, tl.where(form == SHORT, 1.0, 0.0))
+    return root, th
+
+
+@triton.jit
+def short_key_weights(z, slope, intercept, form, P, ALWAYS_LINEAR: tl.constexpr):
+    """Weights, powers p - 1 of their roots, and tanh z: gradients.key_weights for rows of form SHORT or LINEAR."""
+    w, th = _root_of_form(z, slope, intercept, form, ALWAYS_LINEAR)
     y = power(w, P - 1)
-    return y * w, y, th * 0.5 + 0.5
+    return y * w, y, th
 
 
 @triton.jit
-def short_query_terms(x, dp, slope, intercept, unit_scale, delta, P):
-    """g, g sigma and sigma, float16: gradients.query_terms by short_root, two keys an instruction.
+def short_score_gradient(half_scaled_dp, y, half_mean, th):
+    """gradients.score_gradient with halves of its first and third argument, and th = 2 sigma - 1."""
+    half = half_scaled_dp * y - half_mean
+    return half * th + half
+
+
+@triton.jit
+def short_query_terms(x, dp, slope, intercept, unit_scale, delta, form, P, ALWAYS_LINEAR: tl.constexpr):
+    """g, g sigma and sigma, float16: gradients.query_terms for rows of form SHORT or LINEAR, two keys an instruction.
 
     Powers of the root in float16 add 2e-3 to the error of g (p = 15). Its square is rounded, not the root itself: the
     power amplifies that half as much.
     """
-    w, th = short_root(x * TANH_SCALE, slope, intercept)
+    w, th = _root_of_form(x * TANH_SCALE, slope, intercept, form, ALWAYS_LINEAR)
     sigma = _half_of_tanh(th.to(tl.float16))
     g = (dp * unit_scale - delta).to(tl.float16)
     if isinstance(P, tl.tensor):  # noqa: SIM114 (what follows `or` would be compiled too)

@@ -78,7 +78,7 @@ class Tile:
 Key = tuple[str, int, int]  # kernel, padded head size, bytes of an element
 
 HOPPER: dict[Key, Tile] = {
-    ("forward", 64, 2): Tile(128, 64, 8, 3, n1=128, stages1=3, registers=128, tma=True),
+    ("forward", 64, 2): Tile(128, 64, 8, 2, n1=128, stages1=3, registers=128, tma=True),
     ("forward", 128, 2): Tile(64, 32, 4, 3, n1=64, stages1=3, registers=168, tma=True),
     ("forward", 256, 2): Tile(64, 64, 4, 2),
     ("query_gradient", 64, 2): Tile(64, 64, 4, 3),

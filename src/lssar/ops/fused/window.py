@@ -47,7 +47,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
     weight_root,
 )
-from lssar.ops.fused.steep import TANH_SCALE, all_steep, short_line, short_root
+from lssar.ops.fused.steep import GENERAL, SHORT, TANH_SCALE, form_of_rows, line_of_form, short_root
 
 EXP = tl.constexpr(0)
 SOFTPLUS = tl.constexpr(1)
@@ -258,9 +258,8 @@ def steep_rows(slope, intercept, row_factor, inside, p, P: tl.constexpr, STEEP: 
     that it takes, and row_factor for its scores. Else these as they are."""
     steep = False
     if STEEP:
-        steep = all_steep(slope, intercept, inside, P if P > 0 else p)
-        short_slope, short_intercept = short_line(slope, intercept)
-        slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
+        steep = form_of_rows(slope, intercept, inside, P if P > 0 else p) != GENERAL
+        slope, intercept = line_of_form(slope, intercept, tl.where(steep, SHORT, GENERAL))
         row_factor = tl.where(steep, row_factor * TANH_SCALE, row_factor)
     return steep, slope, intercept, row_factor
 

@@ -22,7 +22,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
     weight_root,
 )
-from lssar.ops.fused.steep import TANH_SCALE, short_line, short_root
+from lssar.ops.fused.steep import GENERAL, SHORT, TANH_SCALE, line_of_form, short_root
 from lssar.ops.fused.window import (
     EXP,
     FAR,
@@ -443,8 +443,7 @@ def key_terms(
         if KIND == REWEIGHTED:
             line_factor = to_score
             if STEEP:
-                short_slope, short_intercept = short_line(slope, intercept)
-                slope, intercept = tl.where(steep, short_slope, slope), tl.where(steep, short_intercept, intercept)
+                slope, intercept = line_of_form(slope, intercept, tl.where(steep, SHORT, GENERAL))
                 line_factor = tl.where(steep, to_score * TANH_SCALE, to_score)
             x = x * line_factor * key_scale
             root, sigma = _root_and_twice_sigma(x, 0.5 * to_score, slope, intercept, steep, LOG_DEGREE, STEEP)

@@ -42,8 +42,9 @@ from lssar.ops.fused.primitives import (
     without_broken_rows,
 )
 from lssar.ops.fused.steep import (
+    GENERAL,
     HIDDEN_PAIR,
-    all_steep,
+    form_of_rows,
     hide_pairs,
     lane_max_of_pairs,
     lane_sum_of_pairs,
@@ -98,13 +99,13 @@ def _rough_statistics(x, total, largest, row_start, row_stop, start, full_lo, fu
 
 @gluon.jit
 def _half_weights(
-    x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
+    x, z, slope, intercept, form, row_start, row_stop, start, full_lo, full_hi, element: gl.constexpr,
     layout: gl.constexpr, P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """Pass 2, scores x [M, N] of a tile: weights, rounded to element, in the given layout; z [M, 4] + their sums."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+    weight = tile_weights(x, slope, intercept, form, P, REWEIGHT, LOG_DEGREE, STEEP)
     if (start < full_lo) | (start + N > full_hi):
         keys = (start + gl.arange(0, N, gl.SliceLayout(0, x.type.layout)))[None, :]
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
@@ -210,7 +211,7 @@ def _weight_lines(
     STEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The passes over K before the one over V: scores of the next unit, its turn, and how many turns there are in all;
-    slope and intercept of each row's weights [M]; and whether all rows are steep.
+    slope and intercept of each row's weights [M]; and their form.
 
     x: scores of unit 0. tile_start, tile_stop: row_start, row_stop in the layout of a tile. n: visible keys.
     inside: which rows exist.
@@ -219,7 +220,7 @@ def _weight_lines(
     turn = 0  # the unit of x, of key_turns
     slope = gl.where(n > 0, 1.0, 0.0)
     intercept = slope * 0.0
-    steep = units < 0 if STEEP else False  # not known yet
+    form = units * GENERAL if STEEP else GENERAL  # not known yet
     if STEEP:  # noqa: SIM102 (decided when compiling)
         if units >= STAGES:  # with fewer, loads for a third pass would start before it is known to be needed
             x, total, x_max = _rough_pass(
@@ -228,9 +229,9 @@ def _weight_lines(
             turn += units
             total, x_max = gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout)
             slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE, gain_size)
-            steep = all_steep(slope, intercept, inside, P)
-            key_turns = units * gl.where(steep, 2, 3)
-    if REWEIGHT and (not steep):
+            form = form_of_rows(slope, intercept, inside, P)
+            key_turns = units * gl.where(form == GENERAL, 3, 2)
+    if REWEIGHT and (form == GENERAL):
         x, total, x_max = _exact_pass(
             x, q, k_tiles, k_ring, k_ready, key_lo, units, turn, key_turns, tile_start, tile_stop, full_lo, full_hi,
             nothing, STAGES,
@@ -238,12 +239,12 @@ def _weight_lines(
         turn += units
         total, x_max = gl.convert_layout(total, row_layout), gl.convert_layout(x_max, row_layout)
         slope, intercept = weight_line(total, x_max, n, P, LOG_D, LOG_DEGREE, gain_size)
-    return x, turn, key_turns, slope, intercept, steep
+    return x, turn, key_turns, slope, intercept, form
 
 
 @gluon.jit
 def _value_pass(
-    x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, steep,
+    x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, slope, intercept, form,
     row_start, row_stop, full_lo, full_hi, nothing, sum_layout: gl.constexpr, D: gl.constexpr, P,
     REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES1: gl.constexpr,
     STAGES: gl.constexpr,
@@ -262,7 +263,7 @@ def _value_pass(
         tile = 2 * unit
         odd_scores = _scores(q, k_ring, stage, 1, N, nothing)
         even, z = _half_weights(
-            x, z, slope, intercept, steep, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
+            x, z, slope, intercept, form, row_start, row_stop, start, full_lo, full_hi, element, factor_layout,
             P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         # Waiting for the weights as well keeps them in their registers until the product that reads them ends.
@@ -282,7 +283,7 @@ def _value_pass(
         mbarrier.wait(k_ready.index(following % STAGES1), following // STAGES1 & 1, pred=unit + 1 < units)
         even_scores = _scores(q, k_ring, following % STAGES1, 0, N, nothing)
         odd, z = _half_weights(
-            x_odd, z, slope, intercept, steep, row_start, row_stop, start + N, full_lo, full_hi, element,
+            x_odd, z, slope, intercept, form, row_start, row_stop, start + N, full_lo, full_hi, element,
             factor_layout, P, REWEIGHT, LOG_DEGREE, STEEP,
         )  # fmt: skip
         o, x, even = warpgroup_mma_wait(0, (o, even_scores, even))
@@ -299,7 +300,7 @@ def _value_pass(
 
 @gluon.jit
 def _careful_values(
-    q, k_ptr, k_ring, v_ptr, v_stride, v_ring, key_lo, key_hi, key_stop, slope, intercept, steep, row_start, row_stop,
+    q, k_ptr, k_ring, v_ptr, v_stride, v_ring, key_lo, key_hi, key_stop, slope, intercept, form, row_start, row_stop,
     nothing, sum_layout: gl.constexpr, load_layout: gl.constexpr, D: gl.constexpr, P, REWEIGHT: gl.constexpr,
     LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
@@ -324,7 +325,7 @@ def _careful_values(
         score = warpgroup_mma(q, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
         x = warpgroup_mma_wait(0, (score,))
         keys = (start + gl.arange(0, N, key_layout))[None, :]
-        weight = tile_weights(x, slope, intercept, steep, P, REWEIGHT, LOG_DEGREE, STEEP)
+        weight = tile_weights(x, slope, intercept, form, P, REWEIGHT, LOG_DEGREE, STEEP)
         weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
         z += lane_sum(weight, M, N)
         here = nothing + gl.convert_layout(broken, key_layout)[None, :].to(gl.float32)
@@ -406,7 +407,7 @@ def forward_kernel(
     mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
     x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
-    x, turn, key_turns, slope, intercept, steep = _weight_lines(
+    x, turn, key_turns, slope, intercept, form = _weight_lines(
         x, q, k_tiles, k_ring, k_ready, key_lo, units, key_turns, row_start, row_stop, tile_start, tile_stop, full_lo,
         full_hi, n, rows < Lq, gain_size, nothing, P if P > 0 else exponent, REWEIGHT, LOG_D, LOG_DEGREE, STEEP,
         STAGES1,
@@ -415,14 +416,14 @@ def forward_kernel(
     tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
     o, z = _value_pass(
         x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, tile_slope,
-        tile_intercept, steep, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
+        tile_intercept, form, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
         D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES1, STAGES,
     )  # fmt: skip
 
     divisor = z
     if gl.max(gl.max(not_finite(o).to(gl.int32), 1), 0) > 0:
         o, z, scale = _careful_values(
-            q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop, tile_slope, tile_intercept, steep,
+            q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop, tile_slope, tile_intercept, form,
             tile_start, tile_stop, nothing, sum_layout, load_layout, D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
             STEEP,
         )  # fmt: skip

@@ -50,11 +50,10 @@ from lssar.ops.fused.primitives import (
     unit_rows_backward,
     visible_keys,
 )
-from lssar.ops.fused.steep import (
-    short_key_weights,
-)
+from lssar.ops.fused.steep import GENERAL, LINEAR, short_key_weights, short_score_gradient
 
 ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
+FORM_PLANE = gl.constexpr(gradients.FORM_PLANE.value)
 
 
 @gluon.jit
@@ -70,18 +69,20 @@ def fetch_row_values(ptr, row_stride, plane, ring, start, stage, M: gl.constexpr
 
 
 @gluon.jit
-def steep_block(row_values, M: gl.constexpr):
-    """backward.steep_block, from the values of a tile's rows in shared memory."""
+def form_of_block(row_values, M: gl.constexpr):
+    """The form that serves all rows of a tile, from their values in shared memory. The first and the last tell: they
+    lie in at most two blocks of the dq kernel."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    first = gl.max(row_values.slice(6 * M, 1).load(one), 0)
-    last = gl.max(row_values.slice(7 * M - 1, 1).load(one), 0)
-    return (first > 0) & (last > 0)
+    first = gl.max(row_values.slice(FORM_PLANE * M, 1).load(one), 0)
+    last = gl.max(row_values.slice(FORM_PLANE * M + M - 1, 1).load(one), 0)
+    return gl.minimum(first, last).to(gl.int32)
 
 
 @gluon.jit
 def _weight_and_ds(
-    x, dp, key_scale, row_values, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
+    x, dp, key_scale, row_values, form, row_start, row_stop, keys, FIRST: gl.constexpr, M: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    ALWAYS_LINEAR: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores for columns FIRST.. of a tile, both [N, columns]."""
     layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
@@ -97,12 +98,13 @@ def _weight_and_ds(
         x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
     scaled_dp = dp * factor - offset
     if SHORT:
-        weight, y, sigma = short_key_weights(x, slope, intercept, P)
+        weight, y, th = short_key_weights(x, slope, intercept, form, P, ALWAYS_LINEAR)
+        ds = short_score_gradient(scaled_dp, y, mean, th)
     else:
         weight, y, sigma = key_weights(x, slope, intercept, False, P, REWEIGHT, LOG_DEGREE, False)
-    if MASKED and REWEIGHT and not SHORT:  # in a flat row hidden keys have the weight of all others
-        weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
-    ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
+        if MASKED and REWEIGHT:  # in a flat row hidden keys have the weight of all others
+            weight = keep_visible(weight, keys, row_start, row_stop, 0.0)
+        ds = score_gradient(scaled_dp, y, mean, sigma, REWEIGHT)
     if MASKED:  # v may not be finite
         ds = keep_visible(ds, keys, row_start, row_stop, 0.0)
     return weight, ds
@@ -110,10 +112,11 @@ def _weight_and_ds(
 
 @gluon.jit
 def _weights_and_ds_by_quarters(
-    x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
+    x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    ALWAYS_LINEAR: gl.constexpr,
 ):  # fmt: skip
     """Weights and gradients of scores [N, M] of a tile, rounded to element, in the given layout.
 
@@ -137,8 +140,8 @@ def _weights_and_ds_by_quarters(
             )
             row_start, row_stop = row_start[None, :], row_stop[None, :]
         weight, ds = _weight_and_ds(
-            xs[i], dps[i], key_scale, row_values, row_start, row_stop, keys, i * (M // 4), M,
-            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT,
+            xs[i], dps[i], key_scale, row_values, form, row_start, row_stop, keys, i * (M // 4), M,
+            P, REWEIGHT, LOG_DEGREE, MASKED, SHORT, ALWAYS_LINEAR,
         )  # fmt: skip
         weights = weights + (weight.to(element),)
         gradients = gradients + (ds.to(element),)
@@ -148,28 +151,39 @@ def _weights_and_ds_by_quarters(
 
 
 @gluon.jit
-def _weights_and_ds_if_steep(
+def _weights_and_ds_of_form(
     x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
     element: gl.constexpr, layout: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """_weights_and_ds_by_quarters, short if all rows of the tile are steep."""
+    """_weights_and_ds_by_quarters by the form of the tile's rows."""
     if STEEP:
-        if steep_block(row_values, x.shape[1]):
+        form = form_of_block(row_values, x.shape[1])
+        if form == GENERAL:
             weight, ds = _weights_and_ds_by_quarters(
-                x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True,
+                x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
+            )  # fmt: skip
+        elif MASKED:
+            weight, ds = _weights_and_ds_by_quarters(
+                x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
+            )  # fmt: skip
+        elif form == LINEAR:
+            weight, ds = _weights_and_ds_by_quarters(
+                x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
             )  # fmt: skip
         else:
             weight, ds = _weights_and_ds_by_quarters(
-                x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-                element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
+                x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
             )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(
-            x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-            element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False,
+            x, dp, key_scale, row_values, GENERAL, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+            doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
         )  # fmt: skip
     return weight, ds
 
@@ -181,14 +195,14 @@ def _weights_and_ds(
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """_weights_and_ds_if_steep with a mask where a row of the tile does not see all keys."""
+    """_weights_and_ds_of_form with a mask where a row of the tile does not see all keys."""
     if (start < full_lo) | (start + x.shape[1] > full_hi):
-        weight, ds = _weights_and_ds_if_steep(
+        weight, ds = _weights_and_ds_of_form(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
             element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, True, STEEP,
         )  # fmt: skip
     else:
-        weight, ds = _weights_and_ds_if_steep(
+        weight, ds = _weights_and_ds_of_form(
             x, dp, key_scale, row_values, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
             element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, False, STEEP,
         )  # fmt: skip

@@ -50,21 +50,24 @@ from lssar.ops.fused.primitives import (
     visible_keys,
 )
 from lssar.ops.fused.steep import (
+    GENERAL,
+    LINEAR,
     add_lanes_of_pairs,
-    all_steep,
+    form_of_rows,
     lane_max_of_pairs,
     left_and_right,
+    line_of_form,
     pairs_of,
-    short_line,
     short_query_terms,
 )
 
 
 @gluon.jit
 def _gradient_terms(
-    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start,
+    x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start,
     element: gl.constexpr, layout: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, SHORT: gl.constexpr,
+    ALWAYS_LINEAR: gl.constexpr,
 ):  # fmt: skip
     """g sigma and sigma [M, N] of a tile, rounded to element, in the given layout; g_lanes [M, 4] + sums of g.
 
@@ -86,7 +89,7 @@ def _gradient_terms(
             x = keep_visible(x, keys, row_start, row_stop, HIDDEN)
             dp = keep_visible(dp, keys, row_start, row_stop, 0.0)  # v may not be finite
         if SHORT:
-            g, g_sigma, sigma = short_query_terms(x, dp, slope, intercept, unit_scale, delta, P)
+            g, g_sigma, sigma = short_query_terms(x, dp, slope, intercept, unit_scale, delta, form, P, ALWAYS_LINEAR)
             g_pairs = add_lanes_of_pairs(pairs_of(g), g_pairs)
         else:
             g, sigma = query_terms(
@@ -108,27 +111,37 @@ def _gradient_terms(
 
 
 @gluon.jit
-def _gradient_terms_if_steep(
-    x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep,
+def _gradient_terms_of_form(
+    x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start,
     element: gl.constexpr, layout: gl.constexpr,
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
-    """_gradient_terms, short if steep."""
+    """_gradient_terms by the form of the rows."""
     if STEEP:
-        if steep:
+        if form == GENERAL:
             g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, True,
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
+            )  # fmt: skip
+        elif MASKED:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
+            )  # fmt: skip
+        elif form == LINEAR:
+            g_sigma, sigma, g_lanes = _gradient_terms(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
             )  # fmt: skip
         else:
             g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, False,
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
             )  # fmt: skip
     else:
         g_sigma, sigma, g_lanes = _gradient_terms(
-            x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, element, layout,
-            P, REWEIGHT, LOG_DEGREE, MASKED, False,
+            x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
+            P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
         )  # fmt: skip
     return g_sigma, sigma, g_lanes
 
@@ -136,7 +149,7 @@ def _gradient_terms_if_steep(
 @gluon.jit
 def _query_sums(
     q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo, full_hi, slope, intercept, unit_scale,
-    delta, row_start, row_stop, steep, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
+    delta, row_start, row_stop, form, nothing, sum_layout: gl.constexpr, P, REWEIGHT: gl.constexpr,
     LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """sum g sigma k and sum sigma k [M, D] in sum_layout, and sum g [M]; values of rows are [M] in any layout."""
@@ -149,8 +162,7 @@ def _query_sums(
     tile_row: gl.constexpr = gl.SliceLayout(1, quarter.type.layout)
     g_lanes = lane_sum(quarter, M, N // 4)
     if STEEP:
-        steep_slope, steep_intercept = short_line(slope, intercept)
-        slope, intercept = gl.where(steep, steep_slope, slope), gl.where(steep, steep_intercept, intercept)
+        slope, intercept = line_of_form(slope, intercept, form)
     slope = gl.convert_layout(slope, tile_row)[:, None]
     intercept = gl.convert_layout(intercept, tile_row)[:, None]
     unit_scale = gl.convert_layout(unit_scale, tile_row)[:, None]
@@ -173,13 +185,13 @@ def _query_sums(
         program_barrier()  # every warp is done with the stage before
         load_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, ahead, free, step + STAGES - 1 < steps)
         if (start < full_lo) | (start + N > full_hi):
-            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
+            g_sigma, sigma, g_lanes = _gradient_terms_of_form(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element,
                 factor_layout, P, REWEIGHT, LOG_DEGREE, True, STEEP,
             )  # fmt: skip
         else:
-            g_sigma, sigma, g_lanes = _gradient_terms_if_steep(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, row_start, row_stop, start, steep, element,
+            g_sigma, sigma, g_lanes = _gradient_terms_of_form(
+                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element,
                 factor_layout, P, REWEIGHT, LOG_DEGREE, False, STEEP,
             )  # fmt: skip
         gk = warpgroup_mma(g_sigma, k, gk, is_async=True)
@@ -268,11 +280,11 @@ def query_gradient_kernel(
     )  # fmt: skip
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    steep = all_steep(slope, intercept, inside, P if P > 0 else exponent) if STEEP else False
+    form = form_of_rows(slope, intercept, inside, P if P > 0 else exponent) if STEEP else GENERAL
     mbarrier.wait(rows_ready.index(0), 0)
     gk, sk, g_sum = _query_sums(
         q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
-        full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, steep, nothing, sum_layout,
+        full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, form, nothing, sum_layout,
         P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
     )  # fmt: skip
 
@@ -293,7 +305,7 @@ def query_gradient_kernel(
     store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
-        mean * kappa * bound, scale * to_unit, steep, radial, P if P > 0 else exponent,
+        mean * kappa * bound, scale * to_unit, form, radial, P if P > 0 else exponent,
         EXACT_QUERIES, False, STEEP, HAS_GAIN, True,
     )  # fmt: skip
     end_barriers(rows_ready)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lssar.ops.fused.hopper.key_gradient import fetch_row_values, steep_block
+from lssar.ops.fused.hopper.key_gradient import fetch_row_values, form_of_block
 from lssar.ops.fused.hopper.memory import (
     announce_pair,
     end_barriers,
@@ -34,6 +34,7 @@ from lssar.ops.fused.hopper.memory import (
 )
 from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import LN2, LOG2E, not_finite, rows_of_keys, visible_keys
+from lssar.ops.fused.steep import GENERAL
 from lssar.ops.fused.window import EXP, REWEIGHTED
 from lssar.ops.fused.window_backward import across, key_terms, keys_near_one, rest_of_norm
 
@@ -94,7 +95,7 @@ def _terms_if_steep(
 ):  # fmt: skip
     """_terms_by_quarters, short if all rows of the tile are steep."""
     if STEEP:
-        if steep_block(row_values, x.shape[1]):
+        if form_of_block(row_values, x.shape[1]) != GENERAL:
             weight, ds = _terms_by_quarters(
                 x, dp, key_scale, key_down, key_up, row_values, p, start, first_key, Lq, Lk, window, doc_start_ptr,
                 doc_stop_ptr, element, layout, KIND, P, COSINE, SCALE, CAUSAL, PACKED, LOG_DEGREE, MASKED, True,
