@@ -36,7 +36,7 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
         "REPAIR": "repair" in mechanism, "SHORT": True,
     }  # fmt: skip
-    types = {"k_ptr": "*fp16", "q_ptr": "*bf16" if "key" in kernel else "*fp16"}
+    types = {"k_ptr": "*fp16"}
     return compile_kernel(module, kernel, constants, cache, **types)
 
 

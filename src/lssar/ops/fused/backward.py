@@ -35,6 +35,7 @@ from lssar.ops.fused.primitives import (
     read_tile,
     rows_of_keys,
     saturate,
+    scaled_unit_rows,
     store_tile,
     tile_source,
     unit_rows_backward,
@@ -78,10 +79,10 @@ def _query_sums(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, sizes_ptr, block_sizes_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, passed_q_ptr, sizes_ptr, block_sizes_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
-    raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
+    q_stride_b, q_stride_h, q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
     gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     HAS_GAIN: tl.constexpr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -91,8 +92,8 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """dq, and what the dk, dv kernel needs of each row (store_row_values).
 
-    With EXACT_QUERIES that includes the queries in their own dtype, scaled by a power of two, at exact_q_ptr. This may
-    be the memory of q_ptr: a program writes the rows that it alone has read.
+    That includes, at passed_q_ptr, contiguous, the queries scaled by a power of two in their own dtype with
+    EXACT_QUERIES, else unit queries times their score scale. k: unit keys, contiguous.
     """
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)
@@ -100,13 +101,12 @@ def query_gradient_kernel(
     b, h = head // Hq, head % Hq
     h_kv = h // (Hq // Hkv)
     b, h = b.to(tl.int64), h.to(tl.int64)
-    q_ptr += head.to(tl.int64) * Lq * D
-    exact_q_ptr += head.to(tl.int64) * Lq * D
+    q_ptr += b * q_stride_b + h * q_stride_h
+    passed_q_ptr += head.to(tl.int64) * Lq * D
     k_ptr += (b * Hkv + h_kv) * Lk * D
     v_ptr += b * v_stride_b + h_kv.to(tl.int64) * v_stride_h
     o_ptr += b * o_stride_b + h * o_stride_h
     do_ptr += b * do_stride_b + h * do_stride_h
-    raw_q_ptr += b * raw_q_stride_b + h * raw_q_stride_h
     dq_ptr += b * dq_stride_b + h * dq_stride_h
 
     offsets = tl.arange(0, BLOCK_M)
@@ -127,7 +127,11 @@ def query_gradient_kernel(
     intercept = tl.load(intercept_ptr + at, mask=inside, other=0.0)
     z = tl.load(z_ptr + at, mask=inside, other=0.0)
 
-    q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
+    q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
+    q = scaled_unit_rows(q, n, gain_ptr + h, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
+    if not EXACT_QUERIES:
+        finite = tl.where(q == q, q, 0.0)  # products with it too; the forward has marked the row
+        store_tile(passed_q_ptr, finite, first_row, Lq, D, offsets, columns, D)
     do = load_tile(do_ptr, first_row, Lq, do_stride_l, offsets, columns, D, True)  # [M, D]
     o = load_tile(o_ptr, first_row, Lq, o_stride_l, offsets, columns, D, True)
     delta, bound, unit_scale = row_scales(
@@ -142,16 +146,18 @@ def query_gradient_kernel(
     g_lanes = tl.zeros([BLOCK_M, 4], tl.float32)
     keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
     values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    gk, sk, g_lanes = _query_sums(
-        gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
-        row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, form != GENERAL, columns,
-        D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
-    )  # fmt: skip
+    for _ in range(tl.minimum(Lq, 1)):  # one turn: see scaled_unit_rows
+        gk, sk, g_lanes = _query_sums(
+            gk, sk, g_lanes, q, do, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi,
+            row_start, row_stop, key_stop, slope, intercept, unit_scale, delta * unit_scale, form != GENERAL, columns,
+            D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
+        )  # fmt: skip
+        q = tl.zeros([BLOCK_M, BLOCK_D], q.dtype)
 
     mean, scale, kappa = query_row_factors(
         tl.sum(g_lanes, 1), n, slope, z, P if P > 0 else exponent, LOG_D, LOG_DEGREE == 0
     )  # fmt: skip
-    raw_q = load_tile(raw_q_ptr, first_row, Lq, raw_q_stride_l, offsets, columns, D, True).to(tl.float32)
+    raw_q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True, True).to(tl.float32)
     if REWEIGHT:
         gk = gk - sk * mean[:, None]
     dq, radial, scale, sound = query_gradient(
@@ -163,7 +169,7 @@ def query_gradient_kernel(
     if EXACT_QUERIES:
         exact_q, to_unit = exact_unit_rows(raw_q)
         exact_q = tl.where(sound[:, None], exact_q, 0.0)
-        store_tile(exact_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
+        store_tile(passed_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
         mean * kappa * bound, scale * to_unit, form, radial, P if P > 0 else exponent,
@@ -331,7 +337,7 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
 
-    q: unit queries times their score scale, or, with EXACT_QUERIES, the exact_q of query_gradient_kernel.
+    q: the queries that query_gradient_kernel passes on.
 
     REPAIR: after this kernel, or the one in Gluon, has run with as many `programs`, of this tile. A dO that is not
     finite makes dv NaN for all keys of a tile, since 0 * inf is NaN: broken_ptr then holds a 1, and a few programs look

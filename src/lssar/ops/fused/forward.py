@@ -25,6 +25,7 @@ from lssar.ops.fused.primitives import (
     log2_1p,
     not_finite,
     read_tile,
+    scaled_unit_rows,
     store_tile,
     tile_source,
     visible_keys,
@@ -158,7 +159,7 @@ def _careful_values(
 
 @triton.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr, q_stride_b, q_stride_h, q_stride_l,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
     exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
     HAS_GAIN: tl.constexpr,
@@ -167,7 +168,7 @@ def forward_kernel(
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """q, k: normalised copies, contiguous. One program a block of rows; see head_and_block for their order.
+    """k: normalised copy, contiguous. One program a block of rows; see head_and_block for their order.
 
     P: the power if it is an integer, else 0, and `exponent` holds it. HAS_GAIN: gain_ptr holds one gain a query head.
     """
@@ -176,7 +177,7 @@ def forward_kernel(
     first_row = (blocks - 1 - block) * BLOCK_M
     b = head // Hq
     h_kv = head % Hq // (Hq // Hkv)
-    q_ptr += head.to(tl.int64) * Lq * D
+    q_ptr += b.to(tl.int64) * q_stride_b + (head % Hq).to(tl.int64) * q_stride_h
     k_ptr += (b * Hkv + h_kv).to(tl.int64) * Lk * D
     v_ptr += b.to(tl.int64) * v_stride_b + h_kv.to(tl.int64) * v_stride_h
     o_ptr += b.to(tl.int64) * o_stride_b + (head % Hq).to(tl.int64) * o_stride_h
@@ -194,48 +195,51 @@ def forward_kernel(
     )  # fmt: skip
     n = (row_stop - row_start).to(tl.float32)
     gain_size = tl.abs(tl.load(gain_ptr + head % Hq)) if HAS_GAIN else 1.0
-    q = load_tile(q_ptr, first_row, Lq, D, offsets, columns, D, True)  # [M, D]
+    q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
+    q = scaled_unit_rows(q, n, gain_ptr + head % Hq, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
 
-    slope = tl.where(n > 0, 1.0, 0.0)
-    intercept = slope * 0.0
-    form = 0
-    if REWEIGHT:
-        keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
-        first_key = key_lo // BLOCK_N1 * BLOCK_N1
-        if STEEP:
-            total, x_max = _rough_statistics(
-                q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
-                D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
-            )  # fmt: skip
-            slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
-            form = form_of_rows(slope, intercept, rows < Lq, P if P > 0 else exponent)
-        if form == GENERAL:
-            total, x_max = _row_statistics(
-                q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
-                D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
-            )  # fmt: skip
-            slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
+    for _ in range(tl.minimum(Lq, 1)):  # one turn: see scaled_unit_rows
+        slope = tl.where(n > 0, 1.0, 0.0)
+        intercept = slope * 0.0
+        form = 0
+        if REWEIGHT:
+            keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
+            first_key = key_lo // BLOCK_N1 * BLOCK_N1
+            if STEEP:
+                total, x_max = _rough_statistics(
+                    q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+                    D, BLOCK_M, BLOCK_N1, TMA, STAGES1,
+                )  # fmt: skip
+                slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
+                form = form_of_rows(slope, intercept, rows < Lq, P if P > 0 else exponent)
+            if form == GENERAL:
+                total, x_max = _row_statistics(
+                    q, keys, first_key, key_hi, full_lo, full_hi, row_start, row_stop, key_stop, columns,
+                    D, BLOCK_M, BLOCK_N1, LOG_DEGREE, DOT, TMA, STAGES1,
+                )  # fmt: skip
+                slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
 
-    keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
-    values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
-    o, z_row = _weighted_values(
-        q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
-        key_stop, slope, intercept, form, columns,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
-    )  # fmt: skip
-    divisor = z_row
-    if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
-        o, z_row, scale = _careful_values(
-            q, k_ptr, v_ptr, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, row_start, row_stop, key_stop, slope,
-            intercept, form, columns,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP,
+        keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
+        values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+        o, z_row = _weighted_values(
+            q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
+            key_stop, slope, intercept, form, columns,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP, TMA, STAGES,
         )  # fmt: skip
-        divisor = z_row * scale
-    spoiled = slope != slope
-    z_row = tl.where(spoiled, slope, z_row)
-    o = o / tl.where(spoiled, slope, tl.where(divisor == 0, 1.0, divisor))[:, None]
-    store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)
-    at = head.to(tl.int64) * row_stride + rows
-    tl.store(slope_ptr + at, slope, mask=rows < Lq)
-    tl.store(intercept_ptr + at, intercept, mask=rows < Lq)
-    tl.store(z_ptr + at, z_row, mask=rows < Lq)
+        divisor = z_row
+        if tl.max(tl.max(not_finite(o).to(tl.int32), 1), 0) > 0:
+            o, z_row, scale = _careful_values(
+                q, k_ptr, v_ptr, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, row_start, row_stop, key_stop, slope,
+                intercept, form, columns,
+                D, BLOCK_D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, DOT, STEEP,
+            )  # fmt: skip
+            divisor = z_row * scale
+        spoiled = slope != slope
+        z_row = tl.where(spoiled, slope, z_row)
+        o = o / tl.where(spoiled, slope, tl.where(divisor == 0, 1.0, divisor))[:, None]
+        store_tile(o_ptr, o, first_row, Lq, o_stride_l, offsets, columns, D)
+        at = head.to(tl.int64) * row_stride + rows
+        tl.store(slope_ptr + at, slope, mask=rows < Lq)
+        tl.store(intercept_ptr + at, intercept, mask=rows < Lq)
+        tl.store(z_ptr + at, z_row, mask=rows < Lq)
+        q = tl.zeros([BLOCK_M, BLOCK_D], q.dtype)

@@ -99,28 +99,27 @@ class _Call:
         self.gain = q if gain is None else gain  # if there is none, any pointer: never read
         self.visibility = visibility_arguments(q, self.plan.Lk, cu_seqlens, key_lengths, window)
 
-    def normalize(
-        self, q: Tensor, k: Tensor, v: Tensor, for_backward: tuple[Tensor, Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Scaled unit queries and unit keys; for the backward also sizes of values and a 0 (see the kernel)."""
+    def unit_keys(self, k: Tensor, v: Tensor, for_backward: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        """Contiguous; for the backward the kernel also writes sizes of values and a 0."""
         plan = self.plan
-        unit_q = q.new_empty(q.shape, dtype=plan.score_dtype)
         unit_k = k.new_empty(k.shape, dtype=plan.score_dtype)
-        query_programs = plan.B * plan.Hq * ceil_div(plan.Lq, VALUE_BLOCK.value)
-        key_programs = plan.B * plan.Hkv * ceil_div(plan.Lk, VALUE_BLOCK.value)
+        _, _, _, key_lengths, _, _ = self.visibility
         arguments = (
-            q, k, v, unit_q, unit_k, *(for_backward or (v, v, v)),
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], self.gain, plan.B, plan.Hq, plan.Hkv, *self.visibility,
+            k, v, unit_k, *(for_backward or (v, v, v)), *k.stride()[:3], *v.stride()[:3], plan.Hkv, plan.Lk,
+            key_lengths,
         )  # fmt: skip
         constants = plan.launch_constants(
             "normalize", for_backward is not None,
             make=lambda: {
                 "FOR_BACKWARD": for_backward is not None, "BLOCK": VALUE_BLOCK.value, "num_warps": 4,
-                **plan.shape, **plan.visibility_kind, **plan.gain_kind,
+                "D": plan.D, "BLOCK_D": plan.shape["BLOCK_D"],
+                "BY_KEY": plan.visibility_kind["WINDOWED"] or plan.visibility_kind["PACKED"],
+                "HAS_LENGTHS": plan.visibility_kind["HAS_LENGTHS"],
             },
         )  # fmt: skip
-        start_kernel(normalize_kernel, query_programs + key_programs, arguments, constants)
-        return unit_q, unit_k
+        programs = plan.B * plan.Hkv * ceil_div(plan.Lk, VALUE_BLOCK.value)
+        start_kernel(normalize_kernel, programs, arguments, constants)
+        return unit_k
 
 
 def steep_rows(dtype: torch.dtype, p: float) -> bool:
@@ -190,19 +189,19 @@ def run_forward(
     rows = plan.per_row(3, q)
     if q.numel() == 0 or k.numel() == 0:
         return o.zero_(), rows.zero_()
-    unit_q, unit_k = call.normalize(q, k, v)
-    aligned = tma_aligned(unit_q, unit_k, v)
+    unit_k = call.unit_keys(k, v)
+    aligned = tma_aligned(unit_k, v)
     hopper = q.dtype != torch.float32 and aligned and hopper_kernels(plan.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
     name = "forward_hopper" if hopper else "forward"
 
     arguments = (
-        unit_q, unit_k, v, o, *rows.unbind(), *v.stride()[:3], *o.stride()[:3], plan.row_stride, plan.Hq, plan.Hkv,
-        plan.exponent, call.gain, *call.visibility,
+        q, unit_k, v, o, *rows.unbind(), *q.stride()[:3], *v.stride()[:3], *o.stride()[:3], plan.row_stride,
+        plan.Hq, plan.Hkv, plan.exponent, call.gain, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        tiles, kind = _tile_arguments(name, plan, (unit_q, tile.m), (unit_k, 2 * tile.n), (v, tile.n))
+        tiles, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
         constants = plan.launch_constants(
             name, tile,
             make=lambda: plan.mechanism | plan.shape | plan.visibility_kind | plan.gain_kind | tile_constants | kind,
@@ -243,16 +242,15 @@ def run_backward(
         q.new_empty((heads, ceil_div(plan.Lk, VALUE_BLOCK.value)), dtype=torch.float32),
     )
     broken = q.new_empty(1, dtype=torch.int32)
-    unit_q, unit_k = call.normalize(q, k, v, (*sizes, broken))
-    aligned = tma_aligned(unit_q, unit_k, q, k, v, do)
+    unit_k = call.unit_keys(k, v, (*sizes, broken))
+    aligned = tma_aligned(unit_k, q, k, v, do)
     hopper = plan.exact_queries and aligned and hopper_kernels(plan.D, "backward")
     kernels = hopper or triton_backward
     suffix = "_hopper" if hopper else ""
 
     dq, passed = _query_gradient(
-        call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, q, unit_q, unit_k, v, o, do, sizes,
-        rows,
-    )  # fmt: skip
+        call, kernels.query_gradient_kernel, "query_gradient" + suffix, aligned, q, unit_k, v, o, do, sizes, rows
+    )
     dk, dv = _key_gradient(
         call, kernels.key_gradient_kernel, "key_gradient" + suffix, aligned, k, unit_k, v, do, passed, broken
     )
@@ -264,25 +262,24 @@ def run_backward(
 
 
 def _query_gradient(
-    call: _Call, kernel: Any, name: str, aligned: bool, q: Tensor, unit_q: Tensor, unit_k: Tensor, v: Tensor, o: Tensor,
-    do: Tensor, sizes: tuple[Tensor, Tensor], rows: Tensor,
+    call: _Call, kernel: Any, name: str, aligned: bool, q: Tensor, unit_k: Tensor, v: Tensor, o: Tensor, do: Tensor,
+    sizes: tuple[Tensor, Tensor], rows: Tensor,
 ) -> tuple[Tensor, _QueryPass]:  # fmt: skip
     plan = call.plan
     dq = torch.empty_like(q)
     row_values = plan.per_row(ROW_PLANES, q)
     if plan.Lq % ROW_ALIGNMENT:
         row_values.zero_()  # the dk, dv kernel also reads rows past the last
-    # The memory of unit_q, each row of which is read and then written by one program.
-    queries = unit_q.view(q.dtype) if plan.exact_queries else unit_q
+    queries = q.new_empty(q.shape)
     arguments = (
-        unit_q, unit_k, v, o, do, q, dq, queries, *sizes, *rows.unbind(), row_values,
+        q, unit_k, v, o, do, dq, queries, *sizes, *rows.unbind(), row_values,
         *v.stride()[:3], *o.stride()[:3], *do.stride()[:3], *q.stride()[:3], *dq.stride()[:3],
         row_values.stride(1), row_values.stride(0), call.gain, plan.exponent, plan.Hq, plan.Hkv, *call.visibility,
     )  # fmt: skip
 
     def run(tile, tile_constants):
         programs = ceil_div(plan.Lq, tile.m) * plan.B * plan.Hq
-        tiles, kind = _tile_arguments(name, plan, (unit_q, tile.m), (unit_k, tile.n), (v, tile.n), (do, tile.m))
+        tiles, kind = _tile_arguments(name, plan, (unit_k, tile.n), (v, tile.n), (do, tile.m))
         constants = plan.launch_constants(
             name, tile, make=lambda: plan.of_backward() | plan.gain_kind | kind | tile_constants
         )

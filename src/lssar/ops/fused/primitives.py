@@ -476,6 +476,22 @@ def with_gain(scale, gain, HALF: tl.constexpr):
 
 
 @triton.jit
+def scaled_unit_rows(x, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.constexpr, element: tl.constexpr):
+    """Rows of queries x [M, D] as unit vectors times the score scale of rows that see n keys, [M] float32, and the gain
+    of their head, rounded to element: float16 or float32. A zero row gives a zero vector.
+
+    The Triton kernels that use them have a loop of one turn around their products, which carries them. Triton keeps a
+    left factor that was loaded or that a loop carries in shared memory, and any other in registers, which have no room.
+    """
+    half: tl.constexpr = element == tl.float16
+    scale = score_scale(n, LOG_D, not half)
+    if HAS_GAIN:
+        scale = with_gain(scale, tl.load(gain_ptr), half)
+    unit = unit_rows(x.to(tl.float32)) * scale[:, None]
+    return unit.to(element) if half else saturate(unit, element)  # half scales are limited well below its range
+
+
+@triton.jit
 def reciprocal(z):
     """1 / z, 0 where z is not positive."""
     return tl.where(z > 0, 1.0 / tl.where(z > 0, z, 1.0), 0.0)

@@ -37,6 +37,7 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     log2_1p,
     not_finite,
+    scaled_unit_rows,
     visible_keys,
     weight_line,
     without_broken_rows,
@@ -114,17 +115,15 @@ def _half_weights(
 
 @gluon.jit
 def _start_loads(
-    q_tiles, q_ring, q_ready, first_row, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, key_turns,
-    N: gl.constexpr, STAGES1: gl.constexpr, STAGES: gl.constexpr,
+    k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, key_turns, N: gl.constexpr,
+    STAGES1: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start loading the tile of Q, the first units of K and the first tiles of V."""
-    announce(q_tiles, q_ready, 0, True)
+    """Start loading the first units of K and the first tiles of V."""
     for i in gl.static_range(STAGES1):
         announce(k_tiles, k_ready, i, i < key_turns)
     for i in gl.static_range(STAGES):
         announce(v_tiles, v_ready, i, i < 2 * units)
     program_barrier()
-    load_tile(q_tiles, q_ring, q_ready, first_row, 0, True)
     for i in gl.static_range(STAGES1):
         load_tile(k_tiles, k_ring, k_ready, key_lo + _unit_of(i, units) * (2 * N), i, i < key_turns)
     for i in gl.static_range(STAGES):
@@ -339,9 +338,9 @@ def _careful_values(
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr, q_stride_b, q_stride_h, q_stride_l,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_all, v_all,
     HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
@@ -359,7 +358,7 @@ def forward_kernel(
     b = head // Hq
     b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
     h_kv = h // (Hq // Hkv)
-    q_ptr += head.to(gl.int64) * Lq * D
+    q_ptr += b64 * q_stride_b + h * q_stride_h
     k_ptr += (b64 * Hkv + h_kv) * Lk * D
     v_ptr += b64 * v_stride_b + h_kv * v_stride_h
     o_ptr += b64 * o_stride_b + h * o_stride_h
@@ -371,16 +370,14 @@ def forward_kernel(
     tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
 
     UNIT: gl.constexpr = 2 * BLOCK_N
-    q_ring = tile_ring(q_ptr.dtype.element_ty, 1, BLOCK_M, D)
+    q_ring = tile_ring(k_ptr.dtype.element_ty, 1, BLOCK_M, D)
     k_ring = tile_ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
     v_ring = tile_ring(v_ptr.dtype.element_ty, STAGES, BLOCK_N, D)
-    q_ready, k_ready, v_ready = tile_barriers(1), tile_barriers(STAGES1), tile_barriers(STAGES)
+    k_ready, v_ready = tile_barriers(STAGES1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     if HOST_TILES:
-        q_tiles = q_all, b, head % Hq
         k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
     else:
-        q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
         k_tiles = tile_descriptor(k_ptr, key_stop, D, UNIT, D)
         v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
@@ -394,17 +391,17 @@ def forward_kernel(
     )  # fmt: skip
     units = gl.cdiv(gl.maximum(key_hi - key_lo, 0), UNIT)
     key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
-    _start_loads(
-        q_tiles, q_ring, q_ready, first_row, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units,
-        key_turns, BLOCK_N, STAGES1, STAGES,
-    )  # fmt: skip
+    _start_loads(k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, key_turns, BLOCK_N, STAGES1, STAGES)
+    n = (row_stop - row_start).to(gl.float32)
+    q = q_ring.index(0)
+    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
+    q.store(scaled_unit_rows(raw_q, n, gain_ptr + h, LOG_D, HAS_GAIN, q_ring.dtype))
+    fence_async_shared()
+    program_barrier()  # all of Q is there
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
     tile_start = gl.convert_layout(row_start, tile_row)[:, None]
     tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
-    n = (row_stop - row_start).to(gl.float32)
     gain_size = gl.abs(gl.load(gain_ptr + h)) if HAS_GAIN else 1.0
-    q = q_ring.index(0)
-    mbarrier.wait(q_ready.index(0), 0)
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
     x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
     x, turn, key_turns, slope, intercept, form = _weight_lines(
@@ -437,6 +434,5 @@ def forward_kernel(
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
     gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, row_layout)), mask=rows < Lq)
-    end_barriers(q_ready)
     end_barriers(k_ready)
     end_barriers(v_ready)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -27,11 +28,13 @@ from lssar.ops.fused.gradients import (
     store_row_values,
 )
 from lssar.ops.fused.hopper.memory import (
+    announce,
     announce_pair,
     end_barriers,
     fetch_pair,
     load_pair,
     load_rows,
+    load_tile,
     program_barrier,
     store_rows,
     tile_barriers,
@@ -47,6 +50,7 @@ from lssar.ops.fused.primitives import (
     keep_visible,
     keys_of_rows,
     lane_sum,
+    scaled_unit_rows,
     visible_keys,
 )
 from lssar.ops.fused.steep import (
@@ -205,12 +209,12 @@ def _query_sums(
 
 @gluon.jit(do_not_specialize=["Lq", "Lk", "window"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, raw_q_ptr, dq_ptr, exact_q_ptr, sizes_ptr, block_sizes_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, dq_ptr, passed_q_ptr, sizes_ptr, block_sizes_ptr,
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
-    raw_q_stride_b, raw_q_stride_h, raw_q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, k_all, v_all,
-    do_all, HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
+    q_stride_b, q_stride_h, q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
+    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_all, v_all, do_all,
+    HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
@@ -223,13 +227,12 @@ def query_gradient_kernel(
     b, h = head // Hq, head % Hq
     h_kv = (h // (Hq // Hkv)).to(gl.int64)
     b64, h = b.to(gl.int64), h.to(gl.int64)
-    q_ptr += head.to(gl.int64) * Lq * D
-    exact_q_ptr += head.to(gl.int64) * Lq * D
+    q_ptr += b64 * q_stride_b + h * q_stride_h
+    passed_q_ptr += head.to(gl.int64) * Lq * D
     k_ptr += (b64 * Hkv + h_kv) * Lk * D
     v_ptr += b64 * v_stride_b + h_kv * v_stride_h
     o_ptr += b64 * o_stride_b + h * o_stride_h
     do_ptr += b64 * do_stride_b + h * do_stride_h
-    raw_q_ptr += b64 * raw_q_stride_b + h * raw_q_stride_h
     dq_ptr += b64 * dq_stride_b + h * dq_stride_h
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
@@ -244,15 +247,14 @@ def query_gradient_kernel(
     rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     if HOST_TILES:
-        q_tiles, do_tiles = (q_all, b, head % Hq), (do_all, b, head % Hq)
+        do_tiles = do_all, b, head % Hq
         k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
-        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
     else:
-        q_tiles = tile_descriptor(q_ptr, Lq, D, BLOCK_M, D)
         do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
-        fetch_pair(q_tiles, q_ring, do_tiles, do_ring, rows_ready, first_row, 0, True)
         k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
         v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
+    announce(do_tiles, rows_ready, 0, True)
+    load_tile(do_tiles, do_ring, rows_ready, first_row, 0, True)
 
     # What each row sees, and its values [M], in the layout of whole rows
     rows = first_row + gl.arange(0, BLOCK_M, row_layout)
@@ -270,6 +272,10 @@ def query_gradient_kernel(
     inside = rows < Lq
     slope = gl.load(slope_ptr + at, mask=inside, other=0.0)
     intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
+    n = (row_stop - row_start).to(gl.float32)
+    q = q_ring.index(0)
+    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
+    q.store(scaled_unit_rows(raw_q, n, gain_ptr + h, LOG_D, HAS_GAIN, key_element))
     do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta, bound, unit_scale = row_scales(
@@ -281,28 +287,29 @@ def query_gradient_kernel(
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
     form = form_of_rows(slope, intercept, inside, P if P > 0 else exponent) if STEEP else GENERAL
+    fence_async_shared()
+    program_barrier()  # all of Q is there
     mbarrier.wait(rows_ready.index(0), 0)
     gk, sk, g_sum = _query_sums(
-        q_ring.index(0), do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
+        q, do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
         full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, form, nothing, sum_layout,
         P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
     )  # fmt: skip
 
-    n = (row_stop - row_start).to(gl.float32)
     z = gl.load(z_ptr + at, mask=inside, other=0.0)
     mean, scale, kappa = query_row_factors(
         gl.convert_layout(g_sum, row_layout), n, slope, z, P if P > 0 else exponent, LOG_D, False
     )  # fmt: skip
     if REWEIGHT:
         gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
-    raw_q = load_rows(raw_q_ptr, first_row, Lq, raw_q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     dq, radial, scale, sound = query_gradient(
         gl.convert_layout(gk, load_layout), raw_q, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
     )
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
     exact_q, to_unit = exact_unit_rows(raw_q)
     exact_q = gl.where(sound[:, None], exact_q, 0.0)
-    store_rows(exact_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
+    store_rows(passed_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
         mean * kappa * bound, scale * to_unit, form, radial, P if P > 0 else exponent,
