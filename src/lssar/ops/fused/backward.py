@@ -31,6 +31,7 @@ from lssar.ops.fused.primitives import (
     keys_of_rows,
     lane_sum,
     load_tile,
+    norm_parts,
     not_finite,
     read_tile,
     rows_of_keys,
@@ -127,8 +128,9 @@ def query_gradient_kernel(
     intercept = tl.load(intercept_ptr + at, mask=inside, other=0.0)
     z = tl.load(z_ptr + at, mask=inside, other=0.0)
 
-    q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
-    q = scaled_unit_rows(q, n, gain_ptr + h, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
+    raw_q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
+    near, norm_scale, rest = norm_parts(raw_q.to(tl.float32))
+    q = scaled_unit_rows(near, rest, n, gain_ptr + h, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
     if not EXACT_QUERIES:
         finite = tl.where(q == q, q, 0.0)  # products with it too; the forward has marked the row
         store_tile(passed_q_ptr, finite, first_row, Lq, D, offsets, columns, D)
@@ -158,17 +160,18 @@ def query_gradient_kernel(
         tl.sum(g_lanes, 1), n, slope, z, P if P > 0 else exponent, LOG_D, LOG_DEGREE == 0
     )  # fmt: skip
     raw_q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True, True).to(tl.float32)
+    near = raw_q * norm_scale[:, None]
     if REWEIGHT:
         gk = gk - sk * mean[:, None]
     dq, radial, scale, sound = query_gradient(
-        gk, raw_q, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, LOG_DEGREE != 0
+        gk, near, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, LOG_DEGREE != 0
     )
     store_tile(dq_ptr, dq, first_row, Lq, dq_stride_l, offsets, columns, D)
 
     to_unit = scale * 0.0
     if EXACT_QUERIES:
-        exact_q, to_unit = exact_unit_rows(raw_q)
-        exact_q = tl.where(sound[:, None], exact_q, 0.0)
+        to_unit = tl.where(rest > 0, rest, 0.0)
+        exact_q = tl.where(sound[:, None], near, 0.0)
         store_tile(passed_q_ptr, exact_q, first_row, Lq, D, offsets, columns, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,

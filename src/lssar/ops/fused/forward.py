@@ -23,6 +23,7 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     load_tile,
     log2_1p,
+    norm_parts,
     not_finite,
     read_tile,
     scaled_unit_rows,
@@ -195,8 +196,9 @@ def forward_kernel(
     )  # fmt: skip
     n = (row_stop - row_start).to(tl.float32)
     gain_size = tl.abs(tl.load(gain_ptr + head % Hq)) if HAS_GAIN else 1.0
-    q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
-    q = scaled_unit_rows(q, n, gain_ptr + head % Hq, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
+    raw_q = load_tile(q_ptr, first_row, Lq, q_stride_l, offsets, columns, D, True)  # [M, D]
+    near, _, rest = norm_parts(raw_q.to(tl.float32))
+    q = scaled_unit_rows(near, rest, n, gain_ptr + head % Hq, LOG_D, HAS_GAIN, k_ptr.dtype.element_ty)
 
     for _ in range(tl.minimum(Lq, 1)):  # one turn: see scaled_unit_rows
         slope = tl.where(n > 0, 1.0, 0.0)

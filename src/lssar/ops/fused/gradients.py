@@ -126,16 +126,18 @@ def _sound_rows(z, delta, mean):
 
 @triton.jit
 def query_gradient(
-    unit_gradient, raw_q, z, delta, bound, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr, HALF: tl.constexpr
-):
+    unit_gradient, near, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
     """dq [M, D]; each row's part of the gradient of the head's gain; scale with that gain; and which rows are sound.
 
     Rows that are not sound have dq NaN. unit_gradient: of the normalised queries, up to the factors of
-    query_row_factors. HALF: see with_gain.
+    query_row_factors. near, norm_scale, rest: norm_parts of the queries. HALF: see with_gain.
     """
     sound = _sound_rows(z, delta, mean)
     factor = tl.where(sound, kappa * scale, float("nan"))
-    dq, radial = unit_rows_backward_and_radial(unit_gradient * factor[:, None] * bound[:, None], raw_q)
+    unit_gradient = unit_gradient * factor[:, None] * bound[:, None]
+    dq, radial = unit_rows_backward_and_radial(unit_gradient, near, norm_scale, rest)
     if HAS_GAIN:
         gain = tl.load(gain_ptr)
         dq = dq * gain

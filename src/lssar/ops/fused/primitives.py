@@ -429,7 +429,7 @@ def saturate(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _norm_parts(x):
+def norm_parts(x):
     """Rows of x [M, D] (float32) times a power of two that brings their largest entry to 1..4 (less for entries below
     2^-127), that power [M], and what to multiply the result by for unit vectors, [M] (0 for a zero row).
 
@@ -446,14 +446,14 @@ def _norm_parts(x):
 @triton.jit
 def unit_rows(x):
     """Rows of x [M, D] (float32) as unit vectors; a zero row gives a zero vector."""
-    near, _, rest = _norm_parts(x)
+    near, _, rest = norm_parts(x)
     return near * rest[:, None]
 
 
 @triton.jit
 def inverse_norms(x):
     """1 / |x| of each row of x [M, D] (float32), 0 for a zero row."""
-    _, scale, rest = _norm_parts(x)
+    _, scale, rest = norm_parts(x)
     return rest * scale
 
 
@@ -461,7 +461,7 @@ def inverse_norms(x):
 def exact_unit_rows(x):
     """Rows of x [M, D] (float32) times a power of two that brings them near 1, which loses no bit of a bfloat16, and
     what to multiply that by for unit vectors, [M] (0 for a zero row)."""
-    near, _, rest = _norm_parts(x)
+    near, _, rest = norm_parts(x)
     return near, tl.where(rest > 0, rest, 0.0)
 
 
@@ -476,9 +476,9 @@ def with_gain(scale, gain, HALF: tl.constexpr):
 
 
 @triton.jit
-def scaled_unit_rows(x, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.constexpr, element: tl.constexpr):
-    """Rows of queries x [M, D] as unit vectors times the score scale of rows that see n keys, [M] float32, and the gain
-    of their head, rounded to element: float16 or float32. A zero row gives a zero vector.
+def scaled_unit_rows(near, rest, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.constexpr, element: tl.constexpr):
+    """Rows of queries [M, D], by their norm_parts, as unit vectors times the score scale of rows that see n keys, [M]
+    float32, and the gain of their head, rounded to element: float16 or float32.
 
     The Triton kernels that use them have a loop of one turn around their products, which carries them. Triton keeps a
     left factor that was loaded or that a loop carries in shared memory, and any other in registers, which have no room.
@@ -487,7 +487,7 @@ def scaled_unit_rows(x, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.constexpr
     scale = score_scale(n, LOG_D, not half)
     if HAS_GAIN:
         scale = with_gain(scale, tl.load(gain_ptr), half)
-    unit = unit_rows(x.to(tl.float32)) * scale[:, None]
+    unit = near * rest[:, None] * scale[:, None]
     return unit.to(element) if half else saturate(unit, element)  # half scales are limited well below its range
 
 
@@ -500,12 +500,13 @@ def reciprocal(z):
 @triton.jit
 def unit_rows_backward(grad_unit, x):
     """Gradient of x [M, D] (float32) from that of its unit vector: (g - u (u.g)) / |x|, zero for a zero row."""
-    return unit_rows_backward_and_radial(grad_unit, x)[0]
+    near, scale, rest = norm_parts(x)
+    return unit_rows_backward_and_radial(grad_unit, near, scale, rest)[0]
 
 
 @triton.jit
-def unit_rows_backward_and_radial(grad_unit, x):
-    """unit_rows_backward, and the part u.g [M] of the gradient that the normalisation discards."""
-    near, scale, rest = _norm_parts(x)
+def unit_rows_backward_and_radial(grad_unit, near, scale, rest):
+    """unit_rows_backward by the norm_parts of x, and the part u.g [M] of the gradient that the normalisation
+    discards."""
     along = tl.sum(grad_unit * near, 1) * rest  # [M]
     return (grad_unit - near * (along * rest)[:, None]) * rest[:, None] * scale[:, None], along

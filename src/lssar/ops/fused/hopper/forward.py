@@ -36,6 +36,7 @@ from lssar.ops.fused.primitives import (
     lane_max,
     lane_sum,
     log2_1p,
+    norm_parts,
     not_finite,
     scaled_unit_rows,
     visible_keys,
@@ -395,7 +396,8 @@ def forward_kernel(
     n = (row_stop - row_start).to(gl.float32)
     q = q_ring.index(0)
     raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
-    q.store(scaled_unit_rows(raw_q, n, gain_ptr + h, LOG_D, HAS_GAIN, q_ring.dtype))
+    near, _, rest = norm_parts(raw_q.to(gl.float32))
+    q.store(scaled_unit_rows(near, rest, n, gain_ptr + h, LOG_D, HAS_GAIN, q_ring.dtype))
     fence_async_shared()
     program_barrier()  # all of Q is there
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)

@@ -45,11 +45,11 @@ from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    exact_unit_rows,
     head_and_block,
     keep_visible,
     keys_of_rows,
     lane_sum,
+    norm_parts,
     scaled_unit_rows,
     visible_keys,
 )
@@ -244,6 +244,8 @@ def query_gradient_kernel(
 
     q_ring, do_ring = tile_ring(key_element, 1, BLOCK_M, D), tile_ring(value_element, 1, BLOCK_M, D)
     k_ring, v_ring = tile_ring(key_element, STAGES, BLOCK_N, D), tile_ring(value_element, STAGES, BLOCK_N, D)
+    # For the end: norm_scale and rest (norm_parts) of each row
+    norms = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     if HOST_TILES:
@@ -275,7 +277,10 @@ def query_gradient_kernel(
     n = (row_stop - row_start).to(gl.float32)
     q = q_ring.index(0)
     raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
-    q.store(scaled_unit_rows(raw_q, n, gain_ptr + h, LOG_D, HAS_GAIN, key_element))
+    near, norm_scale, rest = norm_parts(raw_q.to(gl.float32))
+    norms.index(0).store(norm_scale)
+    norms.index(1).store(rest)
+    q.store(scaled_unit_rows(near, rest, n, gain_ptr + h, LOG_D, HAS_GAIN, key_element))
     do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
     delta, bound, unit_scale = row_scales(
@@ -303,12 +308,15 @@ def query_gradient_kernel(
     if REWEIGHT:
         gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
     raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    norm_scale, rest = norms.index(0).load(row_layout), norms.index(1).load(row_layout)
+    near = raw_q * norm_scale[:, None]
     dq, radial, scale, sound = query_gradient(
-        gl.convert_layout(gk, load_layout), raw_q, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
-    )
+        gl.convert_layout(gk, load_layout), near, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr + h,
+        HAS_GAIN, True,
+    )  # fmt: skip
     store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
-    exact_q, to_unit = exact_unit_rows(raw_q)
-    exact_q = gl.where(sound[:, None], exact_q, 0.0)
+    to_unit = gl.where(rest > 0, rest, 0.0)
+    exact_q = gl.where(sound[:, None], near, 0.0)
     store_rows(passed_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
     store_row_values(
         rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
