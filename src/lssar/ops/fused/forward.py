@@ -15,6 +15,7 @@ from lssar.ops.fused.primitives import (
     dot,
     ex2_neg_abs,
     head_and_block,
+    head_tiles,
     kahan_add,
     keep_visible,
     keys_of_rows,
@@ -28,7 +29,6 @@ from lssar.ops.fused.primitives import (
     read_tile,
     scaled_unit_rows,
     store_tile,
-    tile_source,
     visible_keys,
     weight_line,
     without_broken_rows,
@@ -162,7 +162,7 @@ def _careful_values(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr, q_stride_b, q_stride_h, q_stride_l,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_tiles1, k_tiles, v_tiles,
     HAS_GAIN: tl.constexpr,
     P: tl.constexpr, REWEIGHT: tl.constexpr, LOG_D: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
@@ -172,6 +172,7 @@ def forward_kernel(
     """k: normalised copy, contiguous. One program a block of rows; see head_and_block for their order.
 
     P: the power if it is an integer, else 0, and `exponent` holds it. HAS_GAIN: gain_ptr holds one gain a query head.
+    k_tiles1, k_tiles, v_tiles: descriptors of tiles of BLOCK_N1 and BLOCK_N keys and of BLOCK_N values, if TMA says so.
     """
     blocks = tl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(tl.program_id(0), tl.num_programs(0), blocks, CACHE // D // Lk)  # head: b * Hq + h
@@ -205,7 +206,7 @@ def forward_kernel(
         intercept = slope * 0.0
         form = 0
         if REWEIGHT:
-            keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
+            keys = head_tiles(k_tiles1, b, h_kv, k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
             first_key = key_lo // BLOCK_N1 * BLOCK_N1
             if STEEP:
                 total, x_max = _rough_statistics(
@@ -221,8 +222,8 @@ def forward_kernel(
                 )  # fmt: skip
                 slope, intercept = weight_line(total, x_max, n, P if P > 0 else exponent, LOG_D, LOG_DEGREE, gain_size)
 
-        keys = tile_source(k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
-        values = tile_source(v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
+        keys = head_tiles(k_tiles, b, h_kv, k_ptr, key_stop, D, D, BLOCK_N, BLOCK_D, TMA)
+        values = head_tiles(v_tiles, b, h_kv, v_ptr, key_stop, v_stride_l, D, BLOCK_N, BLOCK_D, TMA)
         o, z_row = _weighted_values(
             q, keys, values, v_stride_l, key_lo // BLOCK_N * BLOCK_N, key_hi, full_lo, full_hi, row_start, row_stop,
             key_stop, slope, intercept, form, columns,

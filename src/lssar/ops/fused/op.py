@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lssar import switches
 from lssar.ops.fused import backward as triton_backward
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
+from lssar.ops.fused.descriptors import describe, is_expanded
 from lssar.ops.fused.forward import forward_kernel
 from lssar.ops.fused.gradients import GAIN_PLANE, ROW_PLANES
 from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
 from lssar.ops.fused.normalize import VALUE_BLOCK, normalize_kernel
+from lssar.ops.fused.primitives import HOST_TILES
 from lssar.ops.fused.tiles import REPAIR, ceil_div, launch, power_of_two, tma_aligned
 
 ROW_ALIGNMENT = 128
@@ -201,7 +204,14 @@ def run_forward(
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        tiles, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+        if hopper:
+            tiles, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+        else:
+            of_host = tile_constants["TMA"] and plan.host_tiles and not is_expanded(v)
+            sizes = (unit_k, tile_constants["BLOCK_N1"]), (unit_k, tile.n), (v, tile.n)
+            block_d = plan.shape["BLOCK_D"]
+            tiles = tuple(describe(x, (1, 1, n, block_d), TensorDescriptor) if of_host else 0 for x, n in sizes)
+            kind = {"TMA": HOST_TILES.value if of_host else tile_constants["TMA"]}
         constants = plan.launch_constants(
             name, tile,
             make=lambda: plan.mechanism | plan.shape | plan.visibility_kind | plan.gain_kind | tile_constants | kind,

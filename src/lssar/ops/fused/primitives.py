@@ -395,10 +395,30 @@ def tile_source(ptr, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_
         return ptr
 
 
+HOST_TILES = tl.constexpr(2)  # a value of TMA: by descriptors of all heads that the host has made
+
+
+@triton.jit
+def head_tiles(
+    tiles, b, h, ptr, length, stride, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """tile_source of the head h that ptr points to; tiles: a descriptor of all heads if TMA is HOST_TILES.
+
+    A program that makes its own descriptor writes it to memory and fences it before it can ask for a tile.
+    """
+    if TMA == HOST_TILES:
+        return tiles, b, h
+    else:
+        return tile_source(ptr, length, stride, D, ROWS, BLOCK_D, TMA)
+
+
 @triton.jit
 def read_tile(source, start, stop, stride, offsets, columns, D: tl.constexpr, TMA: tl.constexpr):
     """[len(offsets), len(columns)] rows start + offsets, zeros outside."""
-    if TMA:
+    if TMA == HOST_TILES:
+        tile = source[0].load([source[1], source[2], start, 0])
+        return tl.reshape(tile, [offsets.shape[0], columns.shape[0]])
+    elif TMA:
         return source.load([start, 0])
     else:
         return load_tile(source, start, stop, stride, offsets, columns, D, True)
