@@ -169,7 +169,7 @@ def forward_kernel(
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, STEEP: tl.constexpr, CACHE: tl.constexpr, TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N1: tl.constexpr, BLOCK_N: tl.constexpr, STAGES1: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """k: normalised copy, contiguous. One program a block of rows; see head_and_block for their order.
+    """k: unit keys, contiguous. One program a block of rows; see head_and_block for their order.
 
     P: the power if it is an integer, else 0, and `exponent` holds it. HAS_GAIN: gain_ptr holds one gain a query head.
     k_tiles1, k_tiles, v_tiles: descriptors of tiles of BLOCK_N1 and BLOCK_N keys and of BLOCK_N values, if TMA says so.
