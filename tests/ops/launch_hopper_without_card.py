@@ -121,9 +121,11 @@ def main(D: int, mechanism: str | None = None) -> None:
         return
     q, k, v = draw(2, 64, 4, D).transpose(1, 2), draw(2, 64, 2, D).transpose(1, 2), draw(2, 2, 64, D)
     options = (None, 15.0, None, True, None, None, None)
-    for do in (draw(2, 4, 64, D), draw(2, 4, 64, D), draw(1, 4, 64, D).expand(2, -1, -1, -1)):
-        o, rows = op.run_forward(q, k, v, *options)
-        op.run_backward(q, k, v, o, do, rows, *options)
+    do = draw(2, 4, 64, D)
+    same_do, same_v = do[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1)
+    for values, gradient in ((v, do), (v, do), (v, same_do), (same_v, do)):
+        o, rows = op.run_forward(q, k, values, *options)
+        op.run_backward(q, k, values, o, gradient, rows, *options)
     print(json.dumps({"launched": LAUNCHED}))
 
 

@@ -41,15 +41,34 @@ def test_operators_launch_on_the_device_of_their_tensors(current, monkeypatch):
     assert entered == ([1] if current == 0 else [])
 
 
+def test_kernels_are_chosen_by_the_current_device(monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    from lssar.ops.fused import op
+
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((9, 0), (8, 0))[index])
+    op._kernels_of_device.cache_clear()
+    found = []
+    for index in (0, 1, 0):
+        current.append(index)
+        found.append([op.hopper_kernels(d, part) for d, part in ((64, "forward"), (64, "backward"), (128, "forward"))])
+    op._kernels_of_device.cache_clear()
+    hopper = found[0][1]
+    assert hopper.__name__ == "lssar.ops.fused.hopper"
+    assert found == [[None, hopper, hopper], [None] * 3, [None, hopper, hopper]]
+
+
 @pytest.mark.slow
 def test_launches_on_hopper_fit_the_kernels(tmp_path):
-    """Three calls: new kernels, the same from the cache, and gradients of the output with a stride of 0."""
+    """Four calls: new kernels, the same from the cache, then dO and then values with a stride of 0."""
     made = outside_the_interpreter("tests.ops.launch_hopper_without_card", "64", cache=tmp_path)["launched"]
-    assert len(made) == 3 * 6  # normalisation twice, forward, dq, dk and dv, repair
+    assert len(made) == 4 * 6  # normalisation twice, forward, dq, dk and dv, repair
     assert not any(one["wrong"] or one["missing"] for one in made), made
     counts = {name: [one["descriptors"] for one in made if one["kernel"] == name] for name in KERNELS}
-    repair = {"key_gradient_kernel": [3, 0, 3, 0, 0, 0]}  # which has none
-    assert counts == {"query_gradient_kernel": [3, 3, 0], "forward_kernel": [0] * 3} | repair
+    repair = {"key_gradient_kernel": [3, 0, 3, 0, 0, 0, 0, 0]}  # which has none
+    assert counts == {"query_gradient_kernel": [3, 3, 0, 0], "forward_kernel": [3, 3, 3, 0]} | repair
 
 
 @pytest.mark.slow

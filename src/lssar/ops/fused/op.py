@@ -134,21 +134,25 @@ def steep_rows(dtype: torch.dtype, p: float) -> bool:
     return dtype == torch.bfloat16 and p <= 64 and torch.version.hip is None
 
 
-@functools.cache
 def hopper_kernels(d: int, part: str) -> ModuleType | None:
     """The Gluon kernels for a part (`forward`, `backward` or `window`), or None if they do not apply or are not faster.
 
     They are written for head sizes 64 and 128 on Hopper. Of the forward at head size 64 Triton's schedule is as good.
     """
     faster = d == 128 or (d == 64 and part != "forward")
-    if not faster or not switches.GLUON or not torch.cuda.is_available() or torch.version.hip is not None:
+    if not faster or not switches.GLUON or not torch.cuda.is_available():
         return None
-    if torch.cuda.get_device_capability()[0] != 9:
+    return _kernels_of_device(torch.cuda.current_device())
+
+
+@functools.cache
+def _kernels_of_device(index: int) -> ModuleType | None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(index)[0] != 9:
         return None
     try:
         from lssar.ops.fused import hopper
     except (ImportError, AttributeError) as problem:  # Gluon is experimental in Triton: its names change
-        warnings.warn(f"this Triton cannot run the Hopper kernels ({problem}); using slower ones", stacklevel=2)
+        warnings.warn(f"this Triton cannot run the Hopper kernels ({problem}); using slower ones", stacklevel=3)
         return None
     return hopper
 
@@ -209,7 +213,7 @@ def run_forward(
         else:
             of_host = tile_constants["TMA"] and plan.host_tiles and not is_expanded(v)
             sizes = (unit_k, tile_constants["BLOCK_N1"]), (unit_k, tile.n), (v, tile.n)
-            block_d = plan.shape["BLOCK_D"]
+            block_d = int(plan.shape["BLOCK_D"])
             tiles = tuple(describe(x, (1, 1, n, block_d), TensorDescriptor) if of_host else 0 for x, n in sizes)
             kind = {"TMA": HOST_TILES.value if of_host else tile_constants["TMA"]}
         constants = plan.launch_constants(
