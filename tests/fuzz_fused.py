@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import random
 import shlex
 import sys
@@ -332,6 +333,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file for the counts")
     arguments = parser.parse_args()
     if not CUDA:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            parser.error("without a GPU the kernels run in Triton's interpreter: set TRITON_INTERPRET=1")
         interpreter.improve()
     run_cases = functools.partial(fuzz, small=not CUDA, report=print_now)
     size = SAME_KERNELS if CUDA else None
