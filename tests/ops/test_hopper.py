@@ -34,7 +34,7 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "DOT": "tf32", "EXACT_QUERIES": True, "TMA": tile.tma, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
         "STAGES": tile.stages, "BLOCK_N1": tile.n1 or tile.n, "STAGES1": tile.stages1 or tile.stages,
         "STEEP": "steep" in mechanism, "HOST_TILES": False, "CACHE": 2**22, "warps": tile.warps, **SEEN,
-        "REPAIR": "repair" in mechanism, "SHORT": True,
+        "REPAIR": "repair" in mechanism, "SHORT_FORMS": True,
     }  # fmt: skip
     types = {"k_ptr": "*fp16"}
     return compile_kernel(module, kernel, constants, cache, **types)

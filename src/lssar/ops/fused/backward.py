@@ -25,25 +25,22 @@ from lssar.ops.fused.normalize import VALUE_BLOCK
 from lssar.ops.fused.primitives import (
     HIDDEN,
     dot,
-    exact_unit_rows,
     head_and_block,
     keep_visible,
     keys_of_rows,
     lane_sum,
     load_tile,
-    norm_parts,
     not_finite,
     read_tile,
     rows_of_keys,
     saturate,
-    scaled_unit_rows,
     store_tile,
     tile_source,
-    unit_rows_backward,
     visible_keys,
     without_broken_rows,
 )
 from lssar.ops.fused.steep import GENERAL, TANH_SCALE, form_of_rows, general_line
+from lssar.ops.fused.unit_rows import exact_unit_rows, norm_parts, scaled_unit_rows, unit_rows_backward
 
 
 @triton.jit
@@ -193,11 +190,11 @@ def _key_sums(
     D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, P, REWEIGHT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, REPAIR: tl.constexpr, SHORT: tl.constexpr,
+    STAGES: tl.constexpr, REPAIR: tl.constexpr, SHORT_FORMS: tl.constexpr,
 ):  # fmt: skip
     """Over rows lo..hi: dk [N, D] += ds^T q, dv [N, D] += P^T dO.
 
-    REPAIR: without rows whose dO is not finite. SHORT: as in store_row_values of the kernel that stored the rows.
+    REPAIR: without rows whose dO is not finite. SHORT_FORMS: as in store_row_values of the kernel that stored the rows.
     """
     offsets = tl.arange(0, M)
     keys = first_key + tl.arange(0, N)
@@ -214,7 +211,7 @@ def _key_sums(
         offset = tl.load(rows_ptr + 3 * row_plane + rows)
         mean = tl.load(rows_ptr + 4 * row_plane + rows)
         row_factor = tl.load(rows_ptr + 5 * row_plane + rows)
-        if REPAIR and SHORT:
+        if REPAIR and SHORT_FORMS:
             form = tl.load(rows_ptr + FORM_PLANE * row_plane + rows).to(tl.int32)
             slope, intercept = general_line(slope, intercept, form)
             row_factor = tl.where(form == GENERAL, row_factor, row_factor / TANH_SCALE)
@@ -265,7 +262,7 @@ def _key_block(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
     CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    REPAIR: tl.constexpr, SHORT: tl.constexpr,
+    REPAIR: tl.constexpr, SHORT_FORMS: tl.constexpr,
 ):  # fmt: skip
     """Write dk and dv of a program's block of keys; with REPAIR, only if its dv is not finite. Arguments as below."""
     blocks = tl.cdiv(Lk, BLOCK_N)
@@ -315,7 +312,7 @@ def _key_block(
                 row_lo // BLOCK_M * BLOCK_M, row_hi, full_lo, full_hi,
                 first_key, key_stop, Lq, Lk, window, doc_start_ptr, doc_stop_ptr, columns,
                 D, BLOCK_M, BLOCK_N, P if P > 0 else exponent, REWEIGHT, CAUSAL, WINDOWED, PACKED, LOG_DEGREE, DOT,
-                EXACT_QUERIES, STEEP, TMA, STAGES, REPAIR, SHORT,
+                EXACT_QUERIES, STEEP, TMA, STAGES, REPAIR, SHORT_FORMS,
             )  # fmt: skip
         raw_k = load_tile(raw_k_ptr, first_key, key_stop, raw_k_stride_l, offsets, columns, D, True, True)
         dk = unit_rows_backward(dk, raw_k.to(tl.float32))
@@ -336,7 +333,7 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     LOG_DEGREE: tl.constexpr, DOT: tl.constexpr, EXACT_QUERIES: tl.constexpr, STEEP: tl.constexpr,
     CACHE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    REPAIR: tl.constexpr, SHORT: tl.constexpr,
+    REPAIR: tl.constexpr, SHORT_FORMS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys, summed over the query heads that share them.
 
@@ -344,7 +341,7 @@ def key_gradient_kernel(
 
     REPAIR: after this kernel, or the one in Gluon, has run with as many `programs`, of this tile. A dO that is not
     finite makes dv NaN for all keys of a tile, since 0 * inf is NaN: broken_ptr then holds a 1, and a few programs look
-    at all blocks and compute those whose dv is not finite again, without such rows. SHORT: see _key_sums.
+    at all blocks and compute those whose dv is not finite again, without such rows. SHORT_FORMS: see _key_sums.
     """
     if REPAIR:
         if tl.load(broken_ptr) != 0:
@@ -355,7 +352,7 @@ def key_gradient_kernel(
                     raw_k_stride_h, raw_k_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h,
                     dv_stride_l, row_stride, row_plane, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr,
                     doc_start_ptr, doc_stop_ptr, P, REWEIGHT, D, BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS,
-                    LOG_DEGREE, DOT, EXACT_QUERIES, STEEP, CACHE, TMA, BLOCK_M, BLOCK_N, STAGES, REPAIR, SHORT,
+                    LOG_DEGREE, DOT, EXACT_QUERIES, STEEP, CACHE, TMA, BLOCK_M, BLOCK_N, STAGES, REPAIR, SHORT_FORMS,
                 )  # fmt: skip
     else:
         _key_block(
@@ -364,5 +361,5 @@ def key_gradient_kernel(
             raw_k_stride_l, dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride,
             row_plane, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, P, REWEIGHT, D,
             BLOCK_D, CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, LOG_DEGREE, DOT, EXACT_QUERIES, STEEP, CACHE, TMA, BLOCK_M,
-            BLOCK_N, STAGES, REPAIR, SHORT,
+            BLOCK_N, STAGES, REPAIR, SHORT_FORMS,
         )  # fmt: skip

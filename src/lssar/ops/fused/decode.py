@@ -19,7 +19,6 @@ from lssar.ops.fused.primitives import (
     USE_PTX,
     dot,
     ex2_neg_abs,
-    exact_unit_rows,
     log2_1p,
     power,
     saturate,
@@ -29,6 +28,7 @@ from lssar.ops.fused.primitives import (
     weight_root,
     without_broken_rows,
 )
+from lssar.ops.fused.unit_rows import exact_unit_rows
 
 FETCHED_BYTES = tl.constexpr(64)  # that a request brings to L2
 COSINE_CODES = tl.constexpr(32000.0)  # what cosines are multiplied by as 16-bit integers: leaves room for roundings

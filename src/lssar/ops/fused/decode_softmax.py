@@ -21,8 +21,9 @@ from lssar.ops.fused.autograd import operator, refuse_gradient
 from lssar.ops.fused.decode import cached_rows, fast_rsqrt, key_offsets, let_next_begin, squares, wait_for_last
 from lssar.ops.fused.decode_op import cache_of, can_overlap, plan_for
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.primitives import LN2, LOG2E, dot, ex2, exact_unit_rows, saturate
+from lssar.ops.fused.primitives import LN2, LOG2E, dot, ex2, saturate
 from lssar.ops.fused.tiles import ceil_div, power_of_two
+from lssar.ops.fused.unit_rows import exact_unit_rows
 from lssar.ops.fused.window import FAR, near_one
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec

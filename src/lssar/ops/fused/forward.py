@@ -24,10 +24,8 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     load_tile,
     log2_1p,
-    norm_parts,
     not_finite,
     read_tile,
-    scaled_unit_rows,
     store_tile,
     visible_keys,
     weight_line,
@@ -47,6 +45,7 @@ from lssar.ops.fused.steep import (
     softplus_pairs,
     tile_weights,
 )
+from lssar.ops.fused.unit_rows import norm_parts, scaled_unit_rows
 
 CAREFUL_SCALE = tl.constexpr(2.0**-40)
 
@@ -204,7 +203,7 @@ def forward_kernel(
     for _ in range(tl.minimum(Lq, 1)):  # one turn: see scaled_unit_rows
         slope = tl.where(n > 0, 1.0, 0.0)
         intercept = slope * 0.0
-        form = 0
+        form = GENERAL
         if REWEIGHT:
             keys = head_tiles(k_tiles1, b, h_kv, k_ptr, key_stop, D, D, BLOCK_N1, BLOCK_D, TMA)
             first_key = key_lo // BLOCK_N1 * BLOCK_N1

@@ -20,10 +20,10 @@ from lssar.ops.fused.primitives import (
     score_scale,
     sigmoid2,
     softplus2,
-    unit_rows_backward_and_radial,
     with_gain,
 )
 from lssar.ops.fused.steep import GENERAL, TANH_SCALE, line_of_form, root_and_sigmoid
+from lssar.ops.fused.unit_rows import unit_rows_backward_and_radial
 
 ROW_PLANES = 8
 """Values of each row that the dq kernel stores for the dk, dv kernel (store_row_values); a power of two for Gluon."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.primitives import load_tile, not_finite, store_tile, unit_rows
+from lssar.ops.fused.primitives import load_tile, not_finite, store_tile
+from lssar.ops.fused.unit_rows import unit_rows
 
 VALUE_BLOCK = tl.constexpr(32)
 """Rows of a program, and keys whose largest value is known as a whole."""

@@ -326,7 +326,7 @@ def _key_gradient(
         steep = plan.mechanism["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
         tiles, kind = _tile_arguments(name, plan, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
         if not gluon:
-            kind = {"REPAIR": False, "SHORT": False}
+            kind = {"REPAIR": False, "SHORT_FORMS": False}
         n = programs(tile)
         constants = plan.launch_constants(
             name, tile, steep, make=lambda: plan.of_backward() | {"STEEP": steep} | kind | tile_constants
@@ -335,7 +335,7 @@ def _key_gradient(
 
     def repair(tile, tile_constants):
         # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep
-        kind = {"REPAIR": True, "SHORT": gluon and plan.mechanism["STEEP"], "STEEP": False}
+        kind = {"REPAIR": True, "SHORT_FORMS": gluon and plan.mechanism["STEEP"], "STEEP": False}
         n = programs(tile)
         constants = plan.launch_constants(REPAIR, tile, gluon, make=lambda: plan.of_backward() | kind | tile_constants)
         start_kernel(triton_backward.key_gradient_kernel, min(n, REPAIR_PROGRAMS), (broken, n, *arguments), constants)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.primitives import LN2, load_tile, store_tile, unit_rows, unit_rows_backward
+from lssar.ops.fused.primitives import LN2, load_tile, store_tile
 from lssar.ops.fused.tiles import ceil_div, power_of_two
+from lssar.ops.fused.unit_rows import unit_rows, unit_rows_backward
 
 ELEMENTS = 4096
 """Of a program's tile."""

@@ -36,9 +36,7 @@ from lssar.ops.fused.primitives import (
     lane_max,
     lane_sum,
     log2_1p,
-    norm_parts,
     not_finite,
-    scaled_unit_rows,
     visible_keys,
     weight_line,
     without_broken_rows,
@@ -56,6 +54,7 @@ from lssar.ops.fused.steep import (
     softplus_pairs,
     tile_weights,
 )
+from lssar.ops.fused.unit_rows import norm_parts, scaled_unit_rows
 
 
 @gluon.jit

@@ -42,15 +42,14 @@ from lssar.ops.fused.hopper.memory import (
 from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import (
     HIDDEN,
-    exact_unit_rows,
     head_and_block,
     keep_visible,
     not_finite,
     rows_of_keys,
-    unit_rows_backward,
     visible_keys,
 )
 from lssar.ops.fused.steep import GENERAL, LINEAR, short_key_weights, short_score_gradient
+from lssar.ops.fused.unit_rows import exact_unit_rows, unit_rows_backward
 
 ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 FORM_PLANE = gl.constexpr(gradients.FORM_PLANE.value)
@@ -158,19 +157,15 @@ def _weights_and_ds_of_form(
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """_weights_and_ds_by_quarters by the form of the tile's rows."""
+    form = form_of_block(row_values, x.shape[1]) if STEEP else GENERAL
+    linear = False if MASKED else form == LINEAR  # tiles with a mask are few: one code for both short forms
     if STEEP:
-        form = form_of_block(row_values, x.shape[1])
         if form == GENERAL:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
                 doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
             )  # fmt: skip
-        elif MASKED:
-            weight, ds = _weights_and_ds_by_quarters(
-                x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
-            )  # fmt: skip
-        elif form == LINEAR:
+        elif linear:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
                 doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
@@ -182,7 +177,7 @@ def _weights_and_ds_of_form(
             )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(
-            x, dp, key_scale, row_values, GENERAL, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
+            x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
             doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
         )  # fmt: skip
     return weight, ds

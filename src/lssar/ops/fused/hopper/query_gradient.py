@@ -49,8 +49,6 @@ from lssar.ops.fused.primitives import (
     keep_visible,
     keys_of_rows,
     lane_sum,
-    norm_parts,
-    scaled_unit_rows,
     visible_keys,
 )
 from lssar.ops.fused.steep import (
@@ -64,6 +62,7 @@ from lssar.ops.fused.steep import (
     pairs_of,
     short_query_terms,
 )
+from lssar.ops.fused.unit_rows import norm_parts, scaled_unit_rows
 
 
 @gluon.jit
@@ -121,18 +120,14 @@ def _gradient_terms_of_form(
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """_gradient_terms by the form of the rows."""
+    linear = False if MASKED else form == LINEAR  # tiles with a mask are few: one code for both short forms
     if STEEP:
         if form == GENERAL:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
                 P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
             )  # fmt: skip
-        elif MASKED:
-            g_sigma, sigma, g_lanes = _gradient_terms(
-                x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
-            )  # fmt: skip
-        elif form == LINEAR:
+        elif linear:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
                 P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
