@@ -9,7 +9,7 @@ import lssar
 from lssar.ops import fused
 from lssar.ops.fused import tiles, window_op
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.window_backward import STEEP_PLANE
+from lssar.ops.fused.window_gradients import STEEP_PLANE
 from tests.helpers import eager, eager_runs, with_gradients
 
 pytest.importorskip("triton")

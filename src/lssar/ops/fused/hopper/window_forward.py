@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (tuples that grow in a loop are unrolled, which mypy cannot know)
-"""Forward of windows of at most three tiles of keys in Gluon: what the Triton kernel of fused/window.py computes.
+"""Forward of windows of at most three tiles of keys in Gluon: what fused/window_forward.py computes in Triton.
 
 All tiles that the rows of a program see are on their way at once, and all scores stay in registers. So LSSAR needs its
 scores once, not twice, and softmax its maximum once.
@@ -38,13 +38,11 @@ from lssar.ops.fused.window import (
     keys_of_rows,
     near_one,
     norm_in_range,
-    product_of_sums,
     score_factor,
     steep_rows,
-    store_row_numbers,
     weight_power,
-    window_line,
 )
+from lssar.ops.fused.window_forward import product_of_sums, store_row_numbers, window_line
 
 TILES = gl.constexpr(3)
 

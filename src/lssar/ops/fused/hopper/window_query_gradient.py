@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""dq of the windowed kernels in Gluon: what the Triton kernel of fused/window_backward.py computes."""
+"""dq of the windowed kernels in Gluon: what fused/window_query_gradient.py computes in Triton."""
 
 from __future__ import annotations
 
@@ -37,14 +37,8 @@ from lssar.ops.fused.window import (
     score_factor,
     steep_rows,
 )
-from lssar.ops.fused.window_backward import (
-    GAIN_PLANE,
-    across,
-    query_terms,
-    rest_of_norm,
-    saved_numbers,
-    store_for_keys,
-)
+from lssar.ops.fused.window_gradients import GAIN_PLANE, across, rest_of_norm
+from lssar.ops.fused.window_query_gradient import query_terms, saved_numbers, store_for_keys
 
 
 @gluon.jit
@@ -87,8 +81,7 @@ def window_query_gradient_kernel(
     PACKED: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_STEP: gl.constexpr, DQ_STEP: gl.constexpr,
 ):  # fmt: skip
-    """As window_backward.query_gradient_kernel for bfloat16; and whether dq is not finite, for the kernel that repairs
-    it."""
+    """As the kernel in Triton for bfloat16; and whether dq is not finite, for the kernel that repairs it."""
     block, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first_row, h_kv = block * BLOCK_M, h // GROUP
     b64, h64 = b.to(gl.int64), h.to(gl.int64)
