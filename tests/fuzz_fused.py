@@ -145,7 +145,7 @@ def size(x: torch.Tensor) -> float:
 
 
 def limit(case: Case, name: str, exact: torch.Tensor, do: float, row: float) -> float:
-    """Allowed root mean square error: four times that of tests/ops/test_fused.py, which has the reasons."""
+    """Allowed root mean square error: four times that of tests/ops/comparing.py, which has the reasons."""
     eps, p = torch.finfo(DTYPES[case.dtype]).eps, spec_of(case).p or 1
     if case.dtype == "float32":
         eps *= 16  # for rows whose threshold lies close to their largest score

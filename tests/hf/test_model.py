@@ -14,16 +14,14 @@ from lssar.data.tokenizers import load_tokenizer
 from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
 from lssar.runs import Run
-from tests.hf.families import no_network, padded, python, tokens
+from tests.hf.families import CACHES, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
 from lssar.hf.config import LssarConfig  # noqa: E402
 from lssar.hf.export import _put  # noqa: E402
 from lssar.hf.model import LssarForCausalLM  # noqa: E402
 
-__all__ = ["no_network"]
 close = torch.testing.assert_close
-CACHES = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from lssar.ops.fused import fused_attention, op, window_attention, window_op
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
-from tests.ops.test_fused import compare, tensors
+from tests.ops.comparing import compare, tensors
 
 
 @pytest.fixture
