@@ -31,12 +31,10 @@ from lssar.ops import fused
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.fuzz_jobs import in_processes
-from tests.helpers import with_gradients
+from tests.helpers import CUDA, DEVICE, with_gradients
 from tests.ops import interpreter
 from tests.ops.test_window import check_not_finite
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = ("softmax", "sigmoid_n", "sigmoid_n_l1", "l1_relu", "l1_gelu", "cosine_softmax", "softmax^3")
 WINDOW_SPECS = ("softmax", "cosine softmax", "lssa", "lssar")

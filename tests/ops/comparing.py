@@ -7,11 +7,7 @@ import torch
 import lssar
 from lssar.ops.fused import fused_attention
 from lssar.visibility import visibility
-from tests.helpers import eager, eager_runs, seeded, with_gradients
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from tests.helpers import DEVICE, eager, eager_runs, seeded, with_gradients
 
 
 def spec_of(p):

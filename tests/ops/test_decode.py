@@ -11,11 +11,11 @@ import torch
 import lssar
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
-from tests.helpers import eager
+from tests.helpers import DEVICE, NAMES, eager
 
 pytest.importorskip("triton")
 from lssar.ops.fused import decode_op, decode_softmax, fused_decode
-from tests.ops.comparing import DEVICE, NAMES, spec_of, tensors
+from tests.ops.comparing import spec_of, tensors
 
 
 def test_decode_refuses_a_gradient():

@@ -10,13 +10,12 @@ from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
 from lssar.nn import rotary_angles, rotate
 from lssar.nn.decoding import DecodeStep
+from tests.helpers import DEVICE
+
+pytest.importorskip("triton")
 from lssar.ops import fused
 from lssar.ops.fused.decode_softmax import decode
 
-pytest.importorskip("triton")
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 SPECS = {
     "softmax": lssar.spec("softmax"),
     "cosine_softmax": lssar.spec("cosine_softmax"),

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import lssar
-from tests.helpers import seeded, with_gradients
+from tests.helpers import CUDA, DEVICE, NAMES, seeded, with_gradients
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from lssar.ops.fused import decode_op, fused_attention, fused_decode, op, why_not, window_attention  # noqa: E402
 from lssar.ops.fused.primitives import head_and_block  # noqa: E402
-from tests.ops.comparing import CUDA, DEVICE, NAMES, compare, rms, tensors  # noqa: E402
+from tests.ops.comparing import compare, rms, tensors  # noqa: E402
 
 VIEWS = {
     "causal": {},
