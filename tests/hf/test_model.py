@@ -94,7 +94,7 @@ def test_lm_eval_loads_an_export_without_importing_lssar(folder, tmp_path):
     assert "|piqa" in done.stdout
 
 
-def test_the_folder(run, folder):
+def test_exported_folder(run, folder):
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "export.json"} <= names
     assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
@@ -289,7 +289,7 @@ def test_trainer_drives_it(folder, tmp_path, no_network):
     close(saved(ids).logits, model.eval()(ids).logits)
 
 
-def test_compiles_whole():
+def test_compiles_without_graph_breaks():
     torch._dynamo.reset()
     model = wrap(gpt_of("lssar"))
     ids = tokens(2, 11)

@@ -215,7 +215,7 @@ def test_rows_that_see_nothing_and_needles():
         assert_within_twice_eager(ours, runs, exact, EPS[torch.float32], spec.name, floor)
 
 
-def test_which_mechanisms(monkeypatch):
+def test_all_mechanisms_but_recentred_ones_have_kernels(monkeypatch):
     q, k, v = (x.to(DEVICE) for x in qkv(dtype=torch.float32, D=16, grad=False))
     if not CUDA:
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -136,7 +136,7 @@ def test_a_step_of_a_model(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-def test_gpu_full_size(dtype):
+def test_gpu_with_the_vocabulary_of_gpt2(dtype):
     logits, targets = case(333, 50257, 50304, dtype)
     targets[::7] = IGNORE
     check(logits, targets, 50257)

@@ -40,8 +40,8 @@ def rest_of_norm(inverse_norm, SMALL: tl.constexpr):
 
 
 @triton.jit
-def across(grad, unit, factor):
-    """The part of grad [M, D] across unit vectors, times factor [M]; and its part along them, [M]."""
+def orthogonal_part(grad, unit, factor):
+    """The part of grad [M, D] orthogonal to unit vectors, times factor [M]; and its part along them, [M]."""
     along = tl.sum(grad * unit, 1)
     return (grad - unit * along[:, None]) * factor[:, None], along
 

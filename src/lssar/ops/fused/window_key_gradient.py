@@ -31,9 +31,9 @@ from lssar.ops.fused.window import (
 )
 from lssar.ops.fused.window_gradients import (
     STEEP_PLANE,
-    across,
     finite_entries,
     hide_both,
+    orthogonal_part,
     program_numbers,
     rest_of_norm,
     root_and_twice_sigma,
@@ -218,7 +218,7 @@ def key_block(
         if AGAIN:
             k_raw = finite_entries(k_raw)
         unit = k_raw.to(tl.float32) * inverse_norm[:, None]
-        dk, along = across(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
+        dk, along = orthogonal_part(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
     else:
         dk *= LN2 if LOG_N else SCALE
     store_gradient(dk_ptr, dk, first_key, Lk, dk_stride_l, offsets, columns, D)

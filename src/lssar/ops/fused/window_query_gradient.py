@@ -35,9 +35,9 @@ from lssar.ops.fused.window import (
 from lssar.ops.fused.window_gradients import (
     GAIN_PLANE,
     STEEP_PLANE,
-    across,
     finite_entries,
     hide_both,
+    orthogonal_part,
     program_numbers,
     rest_of_norm,
     root_and_twice_sigma,
@@ -71,7 +71,7 @@ def _exp_weight(x, key_scale, row_factor, shift, log_z, COSINE: tl.constexpr):
 
 
 @triton.jit
-def _ended(product):
+def _awaited(product):
     """product, awaited here. Left to run on into the next step of the loop, it makes the ptxas of Triton 3.6 serialise
     all wgmma of the kernel (C7515) at head size 64."""
     if USE_PTX:
@@ -137,7 +137,7 @@ def _query_sums(
         if KIND == EXP:
             gk = dot(g.to(operand.dtype), operand, gk, PRECISION=DOT)
             if BLOCK_D <= 64:
-                gk = _ended(gk)
+                gk = _awaited(gk)
         else:
             gk = dot((g * sigma).to(operand.dtype), operand, gk, PRECISION=DOT)
             if KIND == REWEIGHTED:
@@ -284,7 +284,7 @@ def query_block(
         grad = (gk - sk * mean[:, None]) * half[:, None] if KIND == REWEIGHTED else gk * half[:, None]
     if COSINE:
         q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True, True).to(tl.float32)
-        grad, along = across(grad, q_raw * inverse_norm[:, None], inverse_norm * factor)
+        grad, along = orthogonal_part(grad, q_raw * inverse_norm[:, None], inverse_norm * factor)
         if GAIN:
             along *= score_factor(n, 1.0, SCALE, LOG_N, PRECISE)
             tl.store(to_keys_ptr + at + GAIN_PLANE * row_plane, along, mask=inside)

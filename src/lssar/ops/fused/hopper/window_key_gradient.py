@@ -36,7 +36,7 @@ from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import LN2, LOG2E, not_finite, rows_of_keys, visible_keys
 from lssar.ops.fused.steep import GENERAL
 from lssar.ops.fused.window import EXP, REWEIGHTED
-from lssar.ops.fused.window_gradients import across, rest_of_norm
+from lssar.ops.fused.window_gradients import orthogonal_part, rest_of_norm
 from lssar.ops.fused.window_key_gradient import key_terms, keys_near_one
 
 
@@ -243,7 +243,7 @@ def window_key_gradient_kernel(
         keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, sum_layout))
         inverse_norm = gl.load(key_scale_ptr + keys, mask=keys < Lk, other=0.0)
         unit = k.load(sum_layout).to(gl.float32) * rest_of_norm(inverse_norm, SMALL)[:, None]
-        dk, along = across(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
+        dk, along = orthogonal_part(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
         checked += gl.sum(along, 0)
     else:
         dk *= SCALE

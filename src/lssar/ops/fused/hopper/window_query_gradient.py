@@ -37,7 +37,7 @@ from lssar.ops.fused.window import (
     score_factor,
     steep_rows,
 )
-from lssar.ops.fused.window_gradients import GAIN_PLANE, across, rest_of_norm
+from lssar.ops.fused.window_gradients import GAIN_PLANE, orthogonal_part, rest_of_norm
 from lssar.ops.fused.window_query_gradient import query_terms, saved_numbers, store_for_keys
 
 
@@ -231,7 +231,7 @@ def window_query_gradient_kernel(
         if IN_SHARED:
             lacking = rest_of_norm(norm, SMALL)
         unit = q_ring.index(0).load(sum_layout).to(gl.float32) * lacking[:, None]
-        gk, along = across(gk, unit, norm * gl.convert_layout(factor, of_sums))
+        gk, along = orthogonal_part(gk, unit, norm * gl.convert_layout(factor, of_sums))
         checked = gl.sum(along, 0)
         if GAIN:
             along = gl.convert_layout(along, of_rows) * score_factor(n, 1.0, SCALE, LOG_N, False)
