@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.primitives import LN2, ex2, lg2, load_tile, not_finite, power, visible_keys
+from lssar.ops.fused.primitives import LN2, ex2, lg2, load_tile, not_finite, power
 from lssar.ops.fused.steep import GENERAL, SHORT, TANH_SCALE, form_of_rows, line_of_form
 
 EXP = tl.constexpr(0)
@@ -107,21 +107,6 @@ def store_rows(ptr, value, start, stop, stride, offsets, columns, D: tl.constexp
     if columns.shape[0] != D:
         mask = mask & (columns < D)[None, :]
     tl.store(pointers, value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def keys_of_rows(
-    first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Keys [lo, hi) that any of the rows first_row.. sees, and [full_lo, full_hi) that all of them see."""
-    lo, full_hi = visible_keys(
-        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    full_lo, hi = visible_keys(
-        first_row + M - 1, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
-    return lo, hi, full_lo, full_hi
 
 
 @triton.jit

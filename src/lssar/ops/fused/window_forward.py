@@ -15,6 +15,7 @@ from lssar.ops.fused.primitives import (
     dot,
     ex2,
     ex2_neg_abs,
+    keys_of_rows,
     lane_compound,
     lane_max,
     lane_sum,
@@ -35,7 +36,6 @@ from lssar.ops.fused.window import (
     hide_keys,
     inverse_length,
     key_tile,
-    keys_of_rows,
     log2_of,
     near_one,
     norm_in_range,
@@ -288,9 +288,9 @@ def forward_block(
     q_raw = load_tile(q_ptr, first_row, Lq, q_stride_l, row_offsets, columns, D, True)  # [M, D]
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M
-    )
-    lo = lo // BLOCK_N * BLOCK_N
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M,
+        BLOCK_N,
+    )  # fmt: skip
     rows = first_row + row_offsets
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED

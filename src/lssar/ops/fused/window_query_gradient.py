@@ -12,6 +12,7 @@ from lssar.ops.fused.primitives import (
     USE_PTX,
     dot,
     ex2,
+    keys_of_rows,
     lane_sum,
     load_tile,
     not_finite,
@@ -24,7 +25,6 @@ from lssar.ops.fused.window import (
     REWEIGHTED,
     head_source,
     key_tile,
-    keys_of_rows,
     near_one,
     read_head,
     scale_near_one,
@@ -244,7 +244,7 @@ def query_block(
     first, second, z = saved_numbers(rows_ptr + at, row_plane, rows < Lq, KIND, COSINE)
     key_stop = tl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     lo, hi, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M
+        first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED, BLOCK_M, 1
     )
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED

@@ -26,12 +26,11 @@ from lssar.ops.fused.hopper.memory import (
     tile_barriers,
     tile_ring,
 )
-from lssar.ops.fused.primitives import LOG2E, not_finite, visible_keys
+from lssar.ops.fused.primitives import LOG2E, keys_of_rows, not_finite, visible_keys
 from lssar.ops.fused.window import (
     EXP,
     FAR,
     REWEIGHTED,
-    keys_of_rows,
     near_one,
     scale_near_one,
     score_factor,
@@ -96,9 +95,8 @@ def window_query_gradient_kernel(
     element: gl.constexpr = o_ptr.dtype.element_ty
 
     lo, hi, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK_M
+        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK_M, BLOCK_N
     )
-    lo = lo // BLOCK_N * BLOCK_N
     steps = gl.maximum(gl.cdiv(hi - lo, BLOCK_N), 1)  # a loop that may make no step: ptxas serialises its products
 
     q_ring, do_ring = tile_ring(element, 1, BLOCK_M, D), tile_ring(element, 1, BLOCK_M, D)
