@@ -52,7 +52,7 @@ DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cac
 JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
     tests(
-        "new", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
+        "decode", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
         "tests/ops/test_decode_path.py tests/ops/test_linear.py",
     ),
     Job("parts", PARTS, 60),
