@@ -52,7 +52,7 @@ DECODE = "--lengths 32768 131072 --budget 0.1 --contestants fused:lssar unit_cac
 JOBS = (
     tests("window", 200, "-m 'gpu or not gpu' tests/ops/test_window.py"),
     tests(
-        "new", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
+        "decode", 180, "-m 'gpu or not gpu' tests/ops/test_scaled_unit.py tests/ops/test_decode_softmax.py "
         "tests/ops/test_decode_path.py tests/ops/test_linear.py",
     ),
     Job("parts", PARTS, 60),
@@ -76,7 +76,7 @@ JOBS = (
     tests("loss", 60, "-m gpu tests/ops/test_loss.py"),
     Job("step", "benchmarks/training_step.py books-51m lssar", 60),
     tests(
-        "fused", 500, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_steep.py '
+        "fused", 500, '-m "gpu or not gpu" tests/ops/test_fused.py tests/ops/test_decode.py tests/ops/test_steep.py '
         "tests/ops/test_not_finite.py tests/ops/test_power_and_gain.py",
     ),
     Job("fuzz", "-m tests.fuzz_fused --cases 10000 --seconds 540 --out OUT/CARD-fuzz-fused.json", 580),

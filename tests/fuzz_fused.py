@@ -31,12 +31,10 @@ from lssar.ops import fused
 from lssar.ops.reference import reference_attention
 from lssar.visibility import visibility
 from tests.fuzz_jobs import in_processes
-from tests.helpers import with_gradients
+from tests.helpers import CUDA, DEVICE, with_gradients
 from tests.ops import interpreter
 from tests.ops.test_window import check_not_finite
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ACTIVATIONS = ("softmax", "sigmoid_n", "sigmoid_n_l1", "l1_relu", "l1_gelu", "cosine_softmax", "softmax^3")
 WINDOW_SPECS = ("softmax", "cosine softmax", "lssa", "lssar")
@@ -145,7 +143,7 @@ def size(x: torch.Tensor) -> float:
 
 
 def limit(case: Case, name: str, exact: torch.Tensor, do: float, row: float) -> float:
-    """Allowed root mean square error: four times that of tests/ops/test_fused.py, which has the reasons."""
+    """Allowed root mean square error: four times that of tests/ops/comparing.py, which has the reasons."""
     eps, p = torch.finfo(DTYPES[case.dtype]).eps, spec_of(case).p or 1
     if case.dtype == "float32":
         eps *= 16  # for rows whose threshold lies close to their largest score

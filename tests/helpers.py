@@ -19,6 +19,11 @@ from lssar.specs import AttentionSpec
 from lssar.testing import one_rounding_away, with_gradients
 from lssar.visibility import visibility
 
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+"""Where the kernels of a GPU run: without one, in Triton's interpreter."""
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Short names of dtypes in the names of tests."""
 TEST_SEED = int(os.environ.get("LSSAR_TEST_SEED", "0"))
 
 

@@ -31,8 +31,8 @@ ROOT = Path(__file__).parent.parent
 KERNELS = tuple(
     f"tests/ops/test_{name}.py"
     for name in (
-        "activations", "decode_path", "decode_softmax", "fused", "fuzz_fused", "hopper_on_cpu", "linear", "loss",
-        "not_finite", "power_and_gain", "scaled_unit", "steep", "window",
+        "activations", "decode", "decode_path", "decode_softmax", "fused", "fuzz_fused", "hopper_on_cpu", "linear",
+        "loss", "not_finite", "power_and_gain", "scaled_unit", "steep", "window",
     )
 )  # fmt: skip
 """Fused kernels in Triton's interpreter."""

@@ -124,7 +124,7 @@ def test_bad_calls(changes, words):
             lssar.attention(**{**arguments, "impl": impl, **changes})
 
 
-def test_numbers_of_numpy():
+def test_window_and_power_may_be_numpy_scalars():
     q, k, v = qkv(grad=False)
     for window, p in ((np.int64(4), np.float32(3)), (4, np.int64(3))):
         got = lssar.attention(q, k, v, window=window, p=p)

@@ -134,7 +134,7 @@ def test_what_nobody_sees_reaches_nothing(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_weights(impl):
+def test_returned_weights_contain_an_inf(impl):
     how, dtype = IMPLS[impl]
     q, k, v, _ = inputs(dtype)
     k[1, 1, 5] = torch.inf

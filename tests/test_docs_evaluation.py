@@ -19,7 +19,7 @@ def lines(kind: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for block in blocks for line in block.splitlines() if line.startswith("lssar ")]
 
 
-def test_commands(tmp_path, monkeypatch):
+def test_commands_run_at_a_small_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_examples(tmp_path / "bench")
     shown = lines("sh")
@@ -29,7 +29,7 @@ def test_commands(tmp_path, monkeypatch):
     assert {"tiny.json", "tiny.png", "tiny.svg", "downstream.json"} <= {path.name for path in Path("out").iterdir()}
 
 
-def test_flags():
+def test_commands_that_are_not_run_parse():
     for words in lines("text"):
         prog, command, rest = find(words)
         match words[0]:
@@ -44,7 +44,7 @@ def test_flags():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_python(number, tmp_path, monkeypatch):
+def test_python_blocks_run(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     block = re.findall(r"```python\n(.*?)```", PAGE, re.S)[number]

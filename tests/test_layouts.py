@@ -54,7 +54,7 @@ def test_numbers_survive_in_every_digit(p):
         ("softmax@9 lssar", "softmax@9 lssar"),
     ],
 )
-def test_names(name, text):
+def test_named_layouts(name, text):
     assert expand(name) == text
     if "attention" in text:
         assert parse_layout(name, parse_mechanisms("lssa+lssar"))[-1].specs[1].name == "lssar"
@@ -79,7 +79,7 @@ def test_names(name, text):
         ("softmax@9*6000 lssar*6000", "more than 10,000 layers"),
     ],
 )
-def test_mistakes(text, words):
+def test_wrong_layouts_are_refused(text, words):
     with pytest.raises(ValueError, match=words):
         parse_layout(text)
 

@@ -71,7 +71,7 @@ def test_a_wrong_gradient_is_caught():
     check_attention(Wrong.apply, gradients=False)
 
 
-def test_single_results():
+def test_one_result_against_the_reference():
     q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
     o = lssar.attention(q, k, v, "lssa", window=4)
     assert_close_to_reference(o, q, k, v, "lssa", window=4)

@@ -26,7 +26,7 @@ def prepared(tmp_path, monkeypatch):
     return tmp_path / "data" / "demo"
 
 
-def test_prepare(prepared, capsys):
+def test_prepare(prepared):
     manifest = json.loads((prepared / "manifest.json").read_text())
     counts = {split: part["documents"] for split, part in manifest["splits"].items()}
     assert counts == {"train": 198, "val": 2}  # one in a hundred, by default

@@ -26,7 +26,7 @@ def test_demo(tmp_path, capsys):
     assert "tiny-long: finds most keys up to 4x" in said and "finished in" in said
 
 
-def test_without_models(tmp_path, capsys):
+def test_released_models_that_are_missing(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--models", str(tmp_path), "--out", str(tmp_path / "out")])
     assert "--models" in capsys.readouterr().err

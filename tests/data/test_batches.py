@@ -67,7 +67,7 @@ def test_ranks_share_the_batch_of_one(shards, pack):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5, 7, 10, 12])  # 5 and 10 end an epoch
-def test_state(shards, steps):
+def test_resumes_from_a_state(shards, steps):
     batches = TokenBatches(shards, batch=2, length=10, seed=1)
     take(batches, steps)
     state = json.loads(json.dumps(batches.state_dict()))
@@ -82,7 +82,7 @@ def test_state(shards, steps):
     assert next(wider).inputs.tolist() == expected[0] + expected[1]
 
 
-def test_a_state_of_other_data_is_refused(shards, tmp_path):
+def test_a_state_of_other_data_is_refused(shards):
     state = TokenBatches(shards, batch=2, length=10).state_dict()
     for change, message in [
         (dict(length=9), "length was 10, is 9"),
@@ -146,7 +146,7 @@ def test_packed_batches_fit_attention(tmp_path):
     assert torch.allclose(together, torch.cat(apart, dim=2), atol=1e-5)
 
 
-def test_what_is_refused(shards):
+def test_wrong_settings_are_refused(shards):
     for arguments, message in [
         (dict(batch=0, length=1), "at least 1"),
         (dict(batch=1, length=0), "at least 1"),
@@ -165,7 +165,7 @@ def test_what_is_refused(shards):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
-def test_permutation(n, seed, epoch):
+def test_order_is_a_permutation(n, seed, epoch):
     order = permuted(np.arange(n), n, seed, epoch)
     assert np.array_equal(np.sort(order), np.arange(n))
     some = np.arange(0, n, 7)

@@ -94,7 +94,7 @@ def test_any_text_comes_back(tmp_path_factory, texts, shard_tokens):
     assert list(decoded(out, BYTES)) == texts
 
 
-def test_validation(tmp_path):
+def test_documents_held_out_for_validation(tmp_path):
     texts = [f"document {number}" for number in range(300)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
 

@@ -48,7 +48,7 @@ def test_interrupted_anywhere(tmp_path, monkeypatch, changes, seconds):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("texts", [["x" * 700], ["y" * 30, "x" * 300], ["y" * 99] * 12], ids=["1", "2", "12"])
-def test_killed_while_a_tail_is_held_out(tmp_path, monkeypatch, texts):
+def test_killed_while_a_tail_is_held_out(tmp_path, texts):
     """With fewer documents than the share needs, tokens that are in the training shards move to validation."""
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     straight = files(made(source, tmp_path / "straight", val_share=0.01))

@@ -51,7 +51,7 @@ def maker_for(tokenizer) -> TaskMaker:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("vocabulary", ["bytes", "wordy"])
-def test_samples(task, vocabulary, request):
+def test_samples_fit_and_hold_their_answers(task, vocabulary, request):
     tokenizer = load_tokenizer("bytes") if vocabulary == "bytes" else request.getfixturevalue("wordy")
     maker = maker_for(tokenizer)
     sizes, prompts = set(), set()

@@ -141,7 +141,7 @@ def test_a_bad_tokenizer(tmp_path, json_file):
     assert load_tokenizer(tmp_path / "y.json", eot="<|fin|>").eot == 0
 
 
-def test_records(tmp_path, ranks_file, json_file):
+def test_tokenizers_load_from_their_records(tmp_path, ranks_file, json_file):
     for tokenizer in (BytesTokenizer(), Gpt2Tokenizer(), Gpt2Tokenizer(ranks_file), JsonTokenizer(json_file)):
         record = json.loads(json.dumps(tokenizer.to_dict()))
         again = tokenizer_from_dict(record)

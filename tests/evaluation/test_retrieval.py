@@ -153,7 +153,7 @@ def test_a_window_hides_what_is_behind_it(maker, attention):
     assert model.window == 20
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_command_resumes_adds_and_refuses(tmp_path, capsys, monkeypatch):
     """An untrained run, evaluated at 1x and 2x; then the same command resumes, adds an arm, and refuses bad flags."""
     monkeypatch.chdir(tmp_path)
     main(["train", "retrieval-tiny", "--steps", "1", "--length", "256", "--micro-batch", "8", "--out", "run"])

@@ -20,6 +20,8 @@ VOCAB = 97
 SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 SHAPE |= dict(num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 
+CACHES = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
+
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE),
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8),
@@ -64,20 +66,14 @@ def padded(rows: list[torch.Tensor], side: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
 
 
+def greedy(model, batch, **settings):
+    """Prompts and the seven tokens that the model continues each with."""
+    batch = {key: value for key, value in batch.items() if key != "position_ids"}
+    return model.generate(**batch, max_new_tokens=7, min_new_tokens=7, do_sample=False, **settings)
+
+
 def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Run code in a new process that has no network."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    """Any attempt to connect fails the test."""
-    import socket
-
-    def refuse(*_, **__):
-        raise AssertionError("a test reached for the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from lssar.cli import main
-from tests.hf.families import no_network
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-__all__ = ["no_network"]
 PAGE = Path(__file__).parent.parent.parent / "docs/huggingface.md"
 
 

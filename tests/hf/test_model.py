@@ -14,16 +14,14 @@ from lssar.data.tokenizers import load_tokenizer
 from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
 from lssar.runs import Run
-from tests.hf.families import no_network, padded, python, tokens
+from tests.hf.families import CACHES, padded, python, tokens
 
 transformers = pytest.importorskip("transformers")
 from lssar.hf.config import LssarConfig  # noqa: E402
 from lssar.hf.export import _put  # noqa: E402
 from lssar.hf.model import LssarForCausalLM  # noqa: E402
 
-__all__ = ["no_network"]
 close = torch.testing.assert_close
-CACHES = {"none": {"use_cache": False}, "dynamic": {}, "static": {"cache_implementation": "static"}}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +94,7 @@ def test_lm_eval_loads_an_export_without_importing_lssar(folder, tmp_path):
     assert "|piqa" in done.stdout
 
 
-def test_the_folder(run, folder):
+def test_exported_folder(run, folder):
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "export.json"} <= names
     assert not any(name.endswith((".bin", ".pt", ".pkl")) for name in names)
@@ -291,7 +289,7 @@ def test_trainer_drives_it(folder, tmp_path, no_network):
     close(saved(ids).logits, model.eval()(ids).logits)
 
 
-def test_compiles_whole():
+def test_compiles_without_graph_breaks():
     torch._dynamo.reset()
     model = wrap(gpt_of("lssar"))
     ids = tokens(2, 11)

@@ -8,11 +8,9 @@ import torch
 import lssar
 from lssar.ops import fused
 from lssar.ops.reference import ACTIVATIONS
-from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, eager_runs, qkv, with_gradients
+from tests.helpers import ALL_SPECS, CUDA, DEVICE, assert_within_twice_eager, eager, eager_runs, qkv, with_gradients
 
 pytest.importorskip("triton")
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 EPS = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 SPECS = {  # a learned scale is part of q by then; LSSA has kernels of its own
     name: spec.replace(head_scale=None)
@@ -217,7 +215,7 @@ def test_rows_that_see_nothing_and_needles():
         assert_within_twice_eager(ours, runs, exact, EPS[torch.float32], spec.name, floor)
 
 
-def test_which_mechanisms(monkeypatch):
+def test_all_mechanisms_but_recentred_ones_have_kernels(monkeypatch):
     q, k, v = (x.to(DEVICE) for x in qkv(dtype=torch.float32, D=16, grad=False))
     if not CUDA:
         monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -11,12 +11,11 @@ import torch._inductor.config
 import lssar
 from lssar import switches
 from lssar.ops import compiled_strips, native, tiled
-from tests.helpers import ALL_SPECS, assert_within_twice_eager, eager, qkv, views, with_gradients
+from tests.helpers import ALL_SPECS, DEVICE, assert_within_twice_eager, eager, qkv, views, with_gradients
 
 if not torch.cuda.is_available() and not shutil.which("g++"):
     pytest.skip("torch.compile wants a C++ compiler on a CPU", allow_module_level=True)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_CI = {  # the two with the most sweeps
     "softmax, p = 3": lssar.spec("softmax").reweighted(3),
     "softmax_recentred_l1": lssar.spec("softmax_recentred_l1"),

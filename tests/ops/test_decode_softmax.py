@@ -10,13 +10,12 @@ from lssar.layouts import parse_layout
 from lssar.model import GPT, model_config
 from lssar.nn import rotary_angles, rotate
 from lssar.nn.decoding import DecodeStep
+from tests.helpers import DEVICE
+
+pytest.importorskip("triton")
 from lssar.ops import fused
 from lssar.ops.fused.decode_softmax import decode
 
-pytest.importorskip("triton")
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 SPECS = {
     "softmax": lssar.spec("softmax"),
     "cosine_softmax": lssar.spec("cosine_softmax"),
@@ -99,7 +98,7 @@ def test_gain_multiplies_cosines():
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=1e-5)
 
 
-def test_pages():
+def test_paged_cache():
     q, k, v = tensors(L=64)
     table = torch.tensor([[2, 0, 7, 5], [1, 3, 4, 6]], dtype=torch.int32, device=DEVICE)
     pages_k, pages_v = (torch.empty(8, 16, 2, 32, device=DEVICE) for _ in range(2))

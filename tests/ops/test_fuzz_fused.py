@@ -13,7 +13,7 @@ def test_cases_cover_every_kind():
     assert draw(7, small=True) == draw(7, small=True)
 
 
-def test_a_few_cases():
+def test_random_calls_agree_with_float64():
     cases = 200 if CUDA else 12
     result = fuzz(first=0, cases=cases, small=not CUDA)
     assert not result["failures"]

@@ -48,7 +48,8 @@ def compile_activation(kernel, D, activation, p, tile, cache):
         "DOT": "tf32", "BLOCK_M": tile.m, "BLOCK_N": tile.n, "STAGES": tile.stages, "CACHE": 2**22,
         "warps": tile.warps, **SEEN,
     }  # fmt: skip
-    return compile_kernel("lssar.ops.fused.activations", kernel, constants, cache)
+    part = "forward" if kernel == "forward_kernel" else "backward"
+    return compile_kernel(f"lssar.ops.fused.activation_{part}", kernel, constants, cache)
 
 
 WINDOW_SPECS = {"softmax": "softmax", "cosine": "cosine_softmax", "softplus": "lssar"}
@@ -65,12 +66,11 @@ def compile_window(part, kind, D, tile, cache):
     }  # fmt: skip
     if part != "forward":
         constants |= {f"{name}_STEP": D for name in ("Q", "K", "V", "O", "DO", "DQ", "DK", "DV")}
-    module = "window" if part == "forward" else "window_backward"
     types = {"p": "fp32", "key_scale_ptr": "*fp32", "to_keys_ptr": "*fp32"}
     if tile.tma:
         block = [1, 1, tile.m if part == "key_gradient" else tile.n, D]
         types |= dict.fromkeys(("q_tiles", "k_tiles", "v_tiles", "do_tiles"), f"tensordesc<bf16{block}>")
-    return compile_kernel(f"lssar.ops.fused.{module}", f"{part}_kernel", constants, cache, **types)
+    return compile_kernel(f"lssar.ops.fused.window_{part}", f"{part}_kernel", constants, cache, **types)
 
 
 def compile_from_table(kernel, D, tile, cache):

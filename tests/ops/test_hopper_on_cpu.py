@@ -19,7 +19,7 @@ from lssar.ops.fused import fused_attention, op, window_attention, window_op
 from tests import fuzz_fused
 from tests.helpers import seeded, with_gradients
 from tests.ops import hopper_on_cpu, ptx, test_steep, test_window
-from tests.ops.test_fused import compare, tensors
+from tests.ops.comparing import compare, tensors
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_windows_of_small_queries_against_their_keys(window_in_gluon, D):
     assert window_in_gluon() == 6
 
 
-def test_instructions():
+def test_ptx_instructions_on_numpy():
     x = torch.randn(64, generator=seeded(0)).numpy()
     bits = x.view("uint32")
     sign = ptx.run("{ .reg .f32 m; abs.f32 m, $1; neg.f32 m, m; ex2.approx.ftz.f32 $0, m; }", [bits])

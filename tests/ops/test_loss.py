@@ -10,10 +10,8 @@ from lssar.ops.loss import IGNORE, next_token_loss, next_token_losses
 
 pytest.importorskip("triton")
 from lssar.ops.fused.loss import BLOCK, loss_op
-from tests.helpers import seeded
+from tests.helpers import CUDA, DEVICE, seeded
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 EPS = {torch.bfloat16: 2.0**-8 if CUDA else 2.0**-7, torch.float16: 2.0**-11}  # the interpreter cuts bfloat16 off
 SMALLEST = {torch.bfloat16: 0.0, torch.float16: 2.0**-24}
 
@@ -138,7 +136,7 @@ def test_a_step_of_a_model(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", EPS, ids=str)
-def test_gpu_full_size(dtype):
+def test_gpu_with_the_vocabulary_of_gpt2(dtype):
     logits, targets = case(333, 50257, 50304, dtype)
     targets[::7] = IGNORE
     check(logits, targets, 50257)

@@ -103,7 +103,7 @@ def test_head_sizes(spec):
 
 @needs_native
 @each_spec
-def test_views(spec):
+def test_what_rows_see(spec):
     for name, view in VIEWS.items():
         check(float32(B=1, Hq=4, Hkv=2, Lq=257, Lk=257, D=16, Dv=24), spec, name, **view)
     for Lq, Lk in ((50, 111), (111, 50), (1, 300), (3, 700)):

@@ -5,10 +5,9 @@ import torch
 
 import lssar
 from lssar.ops import fused
-from tests.helpers import with_gradients
+from tests.helpers import DEVICE, with_gradients
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KEY = 20
 LENGTH = 40
 

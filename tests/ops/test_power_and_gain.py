@@ -9,10 +9,9 @@ import torch.nn.functional as F
 
 import lssar
 from lssar.ops import fused
-from tests.helpers import with_gradients
+from tests.helpers import DEVICE, with_gradients
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2}
 """Relative error in the root mean square, about four times what is measured."""
 

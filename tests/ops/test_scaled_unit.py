@@ -8,11 +8,9 @@ import torch
 import lssar
 from lssar.ops import fused, sdpa
 from lssar.ops.numerics import unit
-from tests.helpers import with_gradients
+from tests.helpers import DEVICE, with_gradients
 
 pytest.importorskip("triton")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def expected(x, scale, log_n, first_n, step):

@@ -23,9 +23,8 @@ from lssar.ops.fused.steep import (  # noqa: E402
     short_score_gradient,
     softplus_pairs,
 )
-from tests.helpers import seeded  # noqa: E402
+from tests.helpers import DEVICE, seeded  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOPE = 2.0**-10
 FORMS = ("short", "linear", "always linear")
 

@@ -111,7 +111,7 @@ def test_queries_and_keys_of_different_length(queries, keys, causal):
 
 
 @spec_ids(ALL_SPECS)
-def test_weights(spec):
+def test_returned_weights(spec):
     q, k, v = qkv()
     o, w = lssar.attention(q, k, v, spec, impl="tiled", return_weights=True)
     reference = lssar.attention(q, k, v, spec, impl="reference", return_weights=True)[1]

@@ -6,17 +6,15 @@ import pytest
 import torch
 
 import lssar
+from tests.helpers import DEVICE, NAMES, eager, eager_runs, with_gradients
+
+pytest.importorskip("triton")
 from lssar.ops import fused
 from lssar.ops.fused import tiles, window_op
 from lssar.ops.fused.launch import start_kernel
-from lssar.ops.fused.window_backward import STEEP_PLANE
-from tests.helpers import eager, eager_runs, with_gradients
+from lssar.ops.fused.window_gradients import STEEP_PLANE
+from tests.ops.comparing import rms, tensors
 
-pytest.importorskip("triton")
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SPECS = {
     "softmax": lssar.spec("softmax"),
     "cosine softmax": lssar.spec("cosine_softmax"),
@@ -32,18 +30,8 @@ BOUNDS = {  # relative root mean square error: a few times what is measured
 }
 
 
-def tensors(B=1, Hq=2, Hkv=1, Lq=70, Lk=None, D=32, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (B, Hq, Lq, D), (B, Hkv, Lk or Lq, D), (B, Hkv, Lk or Lq, D), (B, Hq, Lq, D)
-    return [torch.randn(s, generator=generator).to(dtype).to(DEVICE) for s in shapes]
-
-
 def run(q, k, v, do, spec, **view):
     return with_gradients(lambda *x: fused.window_attention(*x, spec, **{"causal": True, **view}), (q, k, v), do)
-
-
-def size(x):
-    return x.double().square().mean().sqrt().item()
 
 
 def compare(q, k, v, do, spec, note="", ill_conditioned=False, **view):
@@ -58,12 +46,12 @@ def compare(q, k, v, do, spec, note="", ill_conditioned=False, **view):
     same = list(eager_runs((q, k, v), do, spec, q.dtype, exact, **see)) if ill_conditioned else []
     for index, (name, x, r) in enumerate(zip(("o", "dq", "dk", "dv"), got, exact)):
         assert x.isfinite().all(), f"{note}: {name} is not finite"
-        scale = size(r)
+        scale = rms(r)
         if name in ("dq", "dk"):  # rows that see one key have none, but for rounding
-            scale = max(scale, 0.1 * size(do) * size(v) / max(size(q if name == "dq" else k), 1e-30))
+            scale = max(scale, 0.1 * rms(do) * rms(v) / max(rms(q if name == "dq" else k), 1e-30))
         allowed = bounds["o" if name == "o" else "gradient"] * scale
-        allowed = max([allowed, *(3 * size(run[index].double() - r) for run in same)])  # what eager loses in this dtype
-        assert size(x - r) <= allowed, f"{note}: {name} is off by {size(x - r):.3g}, allowed {allowed:.3g}"
+        allowed = max([allowed, *(3 * rms(run[index].double() - r) for run in same)])  # what eager loses in this dtype
+        assert rms(x - r) <= allowed, f"{note}: {name} is off by {rms(x - r):.3g}, allowed {allowed:.3g}"
     return got
 
 
@@ -143,8 +131,8 @@ def check_not_finite(spec, dtype, which, bad, at, L=40, D=16, window=7, causal=T
         lambda *y: eager(*y, SPECS[spec], torch.float64, causal=causal, window=window),
         tuple(y.double() for y in list(x.values())[:3]), x["dO"].double(),
     )  # fmt: skip
-    terms = (SPECS[spec].p or 1) * size(x["dO"]) * size(x["v"])  # of dq and dk, which cancel where n is small
-    scales = 0.0, terms / size(x["q"]), terms / size(x["k"]), 0.0
+    terms = (SPECS[spec].p or 1) * rms(x["dO"]) * rms(x["v"])  # of dq and dk, which cancel where n is small
+    scales = 0.0, terms / rms(x["q"]), terms / rms(x["k"]), 0.0
     eps = torch.finfo(dtype).eps
     allowed = [  # blocks that are computed again round differently
         4 * (eps * max(scale, b.abs().max().item()) + (b - r).abs().max().item())
@@ -224,7 +212,7 @@ def test_norms_to_the_ends_of_the_range(spec, dtype):
             expected = eager(*inputs, SPECS[spec], torch.float64, causal=True, window=7).to(dtype)
         got = run(q * up, k * down, v, do, SPECS[spec], window=7)
         assert all(x.isfinite().all() for x in got)
-        assert size(got[0] - expected) <= 2 * BOUNDS[dtype]["o"] * size(expected), (up, down)
+        assert rms(got[0] - expected) <= 2 * BOUNDS[dtype]["o"] * rms(expected), (up, down)
 
 
 @pytest.mark.parametrize("spec", ["cosine softmax", "lssa", "lssar"])
@@ -242,7 +230,7 @@ def test_gain(spec):
     exact = with_gradients(dense, tuple(x.double() for x in (q, k, v, gain)), do.double())
     for name, x, r in zip(("o", "dq", "dk", "dv", "dgain"), got, exact):
         bound = 5e-4 if name == "dgain" else 2e-5  # a sum over rows of both signs
-        assert size(x - r) <= bound * size(r), name
+        assert rms(x - r) <= bound * rms(r), name
 
 
 def test_gains_that_are_not_contiguous():

@@ -68,7 +68,7 @@ def test_curves_are_those_of_the_files(runs):
     assert [trace["z"] for trace in traces] == statistics["entropy"]
 
 
-def test_files_of_evaluations_do_without_run_folders(runs, tmp_path):
+def test_files_of_evaluations_do_without_run_folders(runs):
     files = sorted((runs / "lssar" / "evaluation").glob("*.json"))
     page = report_html(collect(files))
     assert "Entropy, nats · lssar" in page and "Loss while training" in page

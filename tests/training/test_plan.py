@@ -79,7 +79,7 @@ def test_memory_of_several_processes(processes, changes, tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_with_compile(tmp_path):
+def test_memory_with_compile():
     """What Inductor allocates on a CPU, against the graphs that the dry run takes from the compiler.
 
     On an AMD EPYC with torch 2.13 the step holds about one copy of the logits less than predicted.
@@ -211,6 +211,6 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path, monkeypatch, cap
         ({}, 3, "h200", "does not divide into 3 processes"),
     ],
 )
-def test_mistakes(changes, processes, card, words):
+def test_impossible_plans_are_refused(changes, processes, card, words):
     with pytest.raises(ValueError, match=words):
         plan(recipe("tiny-cpu", **changes), processes, card)

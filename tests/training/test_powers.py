@@ -20,7 +20,7 @@ def recipe_with(**changes) -> Recipe:
     return Recipe(**(base | changes))
 
 
-def test_stages():
+def test_schedule_in_stages():
     r = recipe_with()
     assert [power(r, step) for step in range(10)] == [3] * 4 + [7] * 3 + [15] * 3
     assert power(recipe_with(p_schedule=None), 3) is None
@@ -28,7 +28,7 @@ def test_stages():
     assert power(recipe_with(p_schedule="3:0.3,7:0.55,15:0.8,31", steps=900), 495) == 15
 
 
-def test_ramps():
+def test_continuous_schedule():
     powers = [PowerSchedule.parse("2..32:0.5").at(step, 10) for step in range(10)]
     assert powers == pytest.approx([2, 4, 8, 16, 32, 32, 32, 32, 32, 32])
     assert PowerSchedule.parse("2..32").at(9, 10) == 32
@@ -52,7 +52,7 @@ def test_ramps():
         ("3:1.5", "at most 1"),
     ],
 )
-def test_mistakes(text, words):
+def test_wrong_schedules_are_refused(text, words):
     with pytest.raises(ValueError, match=words):
         PowerSchedule.parse(text)
 

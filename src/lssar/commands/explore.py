@@ -17,7 +17,7 @@ class Explore:
     runs: tyro.conf.Positional[list[Path]]
     """One or two run folders or exported models, shown side by side."""
     text: Path | None = None
-    """The text file to look at."""
+    """The text file to look at; it has to be given."""
     tokens: int = 4096
     """Number of tokens from the start of the text."""
     top: int = 32

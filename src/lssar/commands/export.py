@@ -18,13 +18,13 @@ class Export:
     run_folder: tyro.conf.Positional[Path]
     """Run folder."""
     folder: tyro.conf.Positional[Path]
-    """Folder to create; it must not exist."""
+    """Folder to create. One that exists is refused, unless --overwrite is given and an earlier export made it."""
     tokenizer: str | None = None
     """bytes, gpt2, or a file; the tokenizer that the run was trained with, if not given."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the exported weights."""
     overwrite: bool = False
-    """Replace a folder that an earlier export made."""
+    """Replace the folder, if an earlier export made it."""
     license: str = "other"
     """Licence for the model card, as an identifier of the Hugging Face hub such as apache-2.0."""
 

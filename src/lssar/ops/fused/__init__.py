@@ -45,7 +45,7 @@ def is_softmax(spec: Any) -> bool:
 
 
 def is_activation(spec: Any) -> bool:
-    """Whether weights are phi(s) over a divisor, re-weighted or not: see activations.py."""
+    """Whether weights are phi(s) over a divisor, re-weighted or not: see activation_forward.py."""
     return spec.recentre == "none"
 
 

@@ -1,4 +1,4 @@
-"""The kernels of activations.py as PyTorch custom ops, with fakes and autograd."""
+"""The kernels of activation_forward.py and activation_backward.py as PyTorch custom ops, with fakes and autograd."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lssar.ops.fused import activations
+from lssar.ops.fused.activation_backward import key_gradient_kernel, query_gradient_kernel
+from lssar.ops.fused.activation_forward import forward_kernel
 from lssar.ops.fused.autograd import VISIBILITY, differentiable
 from lssar.ops.fused.launch import start_kernel
 from lssar.ops.fused.op import power_arguments, power_value, visibility_arguments, visibility_kind
@@ -77,7 +78,7 @@ def _forward(
     )  # fmt: skip
 
     def run(tile, tile_constants):
-        start_kernel(activations.forward_kernel, ceil_div(L, tile.m) * B * H, arguments, constants | tile_constants)
+        start_kernel(forward_kernel, ceil_div(L, tile.m) * B * H, arguments, constants | tile_constants)
 
     _launch("forward", q, run)
     return o, rows
@@ -101,14 +102,14 @@ def _backward(
     def run_queries(tile, tile_constants):
         arguments = (q, k, v, do, dq, rows, delta, mean, rows.stride(0), *read, *dq.stride()[:3], *shapes)
         programs = ceil_div(L, tile.m) * B * H
-        start_kernel(activations.query_gradient_kernel, programs, arguments, constants | tile_constants)
+        start_kernel(query_gradient_kernel, programs, arguments, constants | tile_constants)
 
     def run_keys(tile, tile_constants):
         arguments = (
             q, k, v, do, dk, dv, rows, delta, mean, rows.stride(0), *read, *dk.stride()[:3], *dv.stride()[:3], *shapes,
         )  # fmt: skip
         programs = ceil_div(k.shape[2], tile.n) * B * k.shape[1]
-        start_kernel(activations.key_gradient_kernel, programs, arguments, constants | tile_constants)
+        start_kernel(key_gradient_kernel, programs, arguments, constants | tile_constants)
 
     _launch("query_gradient", q, run_queries)
     _launch("key_gradient", q, run_keys)

@@ -1,4 +1,4 @@
-"""The kernels of window.py as PyTorch custom ops, with fakes and autograd."""
+"""The kernels for short windows (see window.py) as PyTorch custom ops, with fakes and autograd."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lssar.ops.fused import op
-from lssar.ops.fused import window as kernels
-from lssar.ops.fused import window_backward as gradients
 from lssar.ops.fused import window_repair as repairs
 from lssar.ops.fused.autograd import below_autograd, operator, refuse_gradient, with_autograd
 from lssar.ops.fused.descriptors import can_describe, describe
 from lssar.ops.fused.launch import Form, LaunchPlan, form_of, form_of_some, start_kernel
 from lssar.ops.fused.op import LOG_DEGREES, steep_rows, visibility_arguments, visibility_kind
 from lssar.ops.fused.tiles import LONG_WINDOW, Tile, ceil_div, launch, power_of_two, tile_for
+from lssar.ops.fused.window import EXP, EXP_PLANES, REWEIGHTED, SOFTPLUS, SOFTPLUS_PLANES
+from lssar.ops.fused.window_forward import forward_kernel, key_scale_kernel
+from lssar.ops.fused.window_gradients import BACKWARD_PLANES, GAIN_PLANE
+from lssar.ops.fused.window_key_gradient import key_gradient_kernel
+from lssar.ops.fused.window_query_gradient import query_gradient_kernel
 from lssar.ops.numerics import scale_factor
 from lssar.specs import AttentionSpec
 
@@ -46,9 +49,9 @@ def _mechanism(literal: str, p: float | None, d: int, dtype: torch.dtype) -> dic
     """Constants of the kernels that do not depend on what rows see."""
     spec = _spec_of(literal)
     if spec.activation == "exp":
-        kind = kernels.EXP
+        kind = EXP
     else:
-        kind = kernels.SOFTPLUS if p is None else kernels.REWEIGHTED
+        kind = SOFTPLUS if p is None else REWEIGHTED
     chain = int(p) if p is not None and float(p).is_integer() and p <= LARGEST_CHAIN else 0
     return {
         "KIND": kind.value, "P": chain, "COSINE": spec.cosine, "LOG_N": spec.log_n,
@@ -73,13 +76,13 @@ class _Plan(LaunchPlan):
         self.p = 1.0 if p is None else float(p)
         self.constants = _mechanism(spec, p, self.D, q.dtype) | visibility_kind(causal, window, packed, padded)
         c = self.constants
-        self.steep = c["KIND"] == kernels.REWEIGHTED.value and steep_rows(q.dtype, self.p)
+        self.steep = c["KIND"] == REWEIGHTED.value and steep_rows(q.dtype, self.p)
         self.wide = q.dtype != torch.bfloat16  # gradients of scores may leave float16's range
         longest = min(self.Lk, self.Lk if window is None else (window if causal else 2 * window))
         bound = c["SCALE"] * (math.log(max(longest, 1)) if c["LOG_N"] else 1.0)
         spread = 2 * bound / math.log(2)
         self.fixed = (
-            c["KIND"] == kernels.EXP.value and c["COSINE"] and not has_gain and q.dtype != torch.float16
+            c["KIND"] == EXP.value and c["COSINE"] and not has_gain and q.dtype != torch.float16
             and spread < LARGEST_SPREAD
         )  # fmt: skip
         kind = "softplus" if c["KIND"] else "cosine" if c["COSINE"] else "softmax"
@@ -117,7 +120,7 @@ class _Plan(LaunchPlan):
             },
         )  # fmt: skip
         grid = (ceil_div(self.Lk, KEY_BLOCK), self.Hkv, self.B)
-        start_kernel(kernels.key_scale_kernel, grid, arguments, constants)
+        start_kernel(key_scale_kernel, grid, arguments, constants)
         return scale
 
     def run(
@@ -178,7 +181,7 @@ def _forward(
     hopper = plan.hopper(q, k, v) if plan.three_tiles else None
     if hopper is None:
         grid = lambda tile: (ceil_div(plan.Lq, tile.m), plan.Hq, plan.B)  # noqa: E731
-        plan.run("forward", kernels.forward_kernel, grid, arguments, (k, v), constants)
+        plan.run("forward", forward_kernel, grid, arguments, (k, v), constants)
         return o, rows, key_scale
     blocks = ceil_div(plan.Lq, FORWARD_BLOCK)
     broken = q.new_empty((plan.B, plan.Hq, blocks), dtype=torch.int32)
@@ -220,11 +223,11 @@ def _backward(
     others = v, o, do, rows, key_scale
     plan = _plan_of(q, k, others, gain, power, spec, causal, cu_seqlens, key_lengths, window)
     shapes = plan.Hq, plan.Hkv, *visibility_arguments(q, plan.Lk, cu_seqlens, key_lengths, window)
-    to_keys = q.new_empty((gradients.BACKWARD_PLANES, plan.B, plan.Hq, plan.Lq), dtype=torch.float32)
+    to_keys = q.new_empty((BACKWARD_PLANES, plan.B, plan.Hq, plan.Lq), dtype=torch.float32)
     steep_block = _query_gradient(plan, shapes, q, k, v, gain, o, do, dq, rows, to_keys, key_scale)
     _key_gradient(plan, shapes, q, k, v, do, dk, dv, to_keys, key_scale, steep_block)
     if gain is not None:
-        torch.sum(to_keys[gradients.GAIN_PLANE.value], (0, 2), out=dgain)
+        torch.sum(to_keys[GAIN_PLANE.value], (0, 2), out=dgain)
     return dq, dk, dv, dgain
 
 
@@ -242,7 +245,7 @@ def _query_gradient(
     hopper = plan.hopper(q, k, v, do)
     if hopper is None:
         tile = plan.run(
-            "query_gradient", gradients.query_gradient_kernel,
+            "query_gradient", query_gradient_kernel,
             lambda tile: (ceil_div(plan.Lq, tile.m), plan.Hq, plan.B), arguments, (k, v),
             lambda: constants() | {"WIDE": plan.wide},
         )  # fmt: skip
@@ -293,7 +296,7 @@ def _key_gradient(
     if hopper is None or plan.Lq % tile.m or 0 < 2 * steep_block < tile.m:
         grid = lambda tile: (ceil_div(plan.Lk, tile.n), plan.Hkv, plan.B)  # noqa: E731
         plan.run(
-            "key_gradient", gradients.key_gradient_kernel, grid, arguments, (q, do),
+            "key_gradient", key_gradient_kernel, grid, arguments, (q, do),
             lambda: constants() | {"STEEP_ROWS": steep_block}, steep_block,
         )  # fmt: skip
         return
@@ -330,7 +333,7 @@ def _steps(**tensors: Tensor) -> dict[str, int]:
 
 
 def _rows_of(q: Tensor, spec: str) -> Tensor:
-    planes = kernels.EXP_PLANES if _spec_of(spec).activation == "exp" else kernels.SOFTPLUS_PLANES
+    planes = EXP_PLANES if _spec_of(spec).activation == "exp" else SOFTPLUS_PLANES
     return q.new_empty((planes, *q.shape[:3]), dtype=torch.float32)
 
 

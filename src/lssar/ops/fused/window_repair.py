@@ -1,6 +1,6 @@
 """Kernels that compute again the blocks of rows or keys which the windowed kernels in Gluon have marked as not finite.
 
-They do this by the functions of window.py and window_backward.py, which keep an infinity or NaN out of results that do
+They do this by the functions of the windowed kernels in Triton, which keep an infinity or NaN out of results that do
 not depend on it. Mostly no block is marked: a program looks at the marks of several blocks at once.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lssar.ops.fused.window import forward_block
-from lssar.ops.fused.window_backward import key_block, query_block
+from lssar.ops.fused.window_forward import forward_block
+from lssar.ops.fused.window_key_gradient import key_block
+from lssar.ops.fused.window_query_gradient import query_block
 
 
 @triton.jit

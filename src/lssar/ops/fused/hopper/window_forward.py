@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (tuples that grow in a loop are unrolled, which mypy cannot know)
-"""Forward of windows of at most three tiles of keys in Gluon: what the Triton kernel of fused/window.py computes.
+"""Forward of windows of at most three tiles of keys in Gluon: what fused/window_forward.py computes in Triton.
 
 All tiles that the rows of a program see are on their way at once, and all scores stay in registers. So LSSAR needs its
 scores once, not twice, and softmax its maximum once.
@@ -27,7 +27,17 @@ from lssar.ops.fused.hopper.memory import (
     tile_barriers,
     tile_ring,
 )
-from lssar.ops.fused.primitives import HIDDEN, LOG2E, ex2, ex2_neg_abs, log2_1p, softplus2, visible_keys, weight_root
+from lssar.ops.fused.primitives import (
+    HIDDEN,
+    LOG2E,
+    ex2,
+    ex2_neg_abs,
+    keys_of_rows,
+    log2_1p,
+    softplus2,
+    visible_keys,
+    weight_root,
+)
 from lssar.ops.fused.steep import TANH_SCALE, short_root
 from lssar.ops.fused.window import (
     EXP,
@@ -35,16 +45,13 @@ from lssar.ops.fused.window import (
     REWEIGHTED,
     hide_keys,
     inverse_length,
-    keys_of_rows,
     near_one,
     norm_in_range,
-    product_of_sums,
     score_factor,
     steep_rows,
-    store_row_numbers,
     weight_power,
-    window_line,
 )
+from lssar.ops.fused.window_forward import product_of_sums, store_row_numbers, window_line
 
 TILES = gl.constexpr(3)
 
@@ -125,10 +132,9 @@ def window_forward_kernel(
     of_rows: gl.constexpr = gl.SliceLayout(1, score_layout)
     element: gl.constexpr = o_ptr.dtype.element_ty
 
-    lo, _, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK
+    first_key, _, full_lo, full_hi = keys_of_rows(
+        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK, BLOCK
     )
-    first_key = lo // BLOCK * BLOCK
     ring, ready = tile_ring(element, 1 + 2 * TILES, BLOCK, D), tile_barriers(3)  # of q, then K, then V
     scales_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scales = gl.allocate_shared_memory(gl.float32, [TILES, BLOCK], scales_layout)

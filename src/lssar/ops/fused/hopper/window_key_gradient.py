@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (tuples that grow in a loop are unrolled, which mypy cannot know)
-"""dk and dv of the windowed kernels in Gluon: what the Triton kernel of fused/window_backward.py computes.
+"""dk and dv of the windowed kernels in Gluon: what fused/window_key_gradient.py computes in Triton.
 
 As in key_gradient.py scores are transposed, so that weights go from registers straight into the products with dO and q.
 A block of keys sees few rows, so all that a program needs is on its way before it does anything else.
@@ -36,7 +36,8 @@ from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import LN2, LOG2E, not_finite, rows_of_keys, visible_keys
 from lssar.ops.fused.steep import GENERAL
 from lssar.ops.fused.window import EXP, REWEIGHTED
-from lssar.ops.fused.window_backward import across, key_terms, keys_near_one, rest_of_norm
+from lssar.ops.fused.window_gradients import orthogonal_part, rest_of_norm
+from lssar.ops.fused.window_key_gradient import key_terms, keys_near_one
 
 
 @gluon.jit
@@ -242,7 +243,7 @@ def window_key_gradient_kernel(
         keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, sum_layout))
         inverse_norm = gl.load(key_scale_ptr + keys, mask=keys < Lk, other=0.0)
         unit = k.load(sum_layout).to(gl.float32) * rest_of_norm(inverse_norm, SMALL)[:, None]
-        dk, along = across(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
+        dk, along = orthogonal_part(dk, unit, inverse_norm * (LN2 if KIND == EXP else 1.0))  # scores are in base 2
         checked += gl.sum(along, 0)
     else:
         dk *= SCALE

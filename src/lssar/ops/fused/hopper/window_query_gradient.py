@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""dq of the windowed kernels in Gluon: what the Triton kernel of fused/window_backward.py computes."""
+"""dq of the windowed kernels in Gluon: what fused/window_query_gradient.py computes in Triton."""
 
 from __future__ import annotations
 
@@ -26,25 +26,18 @@ from lssar.ops.fused.hopper.memory import (
     tile_barriers,
     tile_ring,
 )
-from lssar.ops.fused.primitives import LOG2E, not_finite, visible_keys
+from lssar.ops.fused.primitives import LOG2E, keys_of_rows, not_finite, visible_keys
 from lssar.ops.fused.window import (
     EXP,
     FAR,
     REWEIGHTED,
-    keys_of_rows,
     near_one,
     scale_near_one,
     score_factor,
     steep_rows,
 )
-from lssar.ops.fused.window_backward import (
-    GAIN_PLANE,
-    across,
-    query_terms,
-    rest_of_norm,
-    saved_numbers,
-    store_for_keys,
-)
+from lssar.ops.fused.window_gradients import GAIN_PLANE, orthogonal_part, rest_of_norm
+from lssar.ops.fused.window_query_gradient import query_terms, saved_numbers, store_for_keys
 
 
 @gluon.jit
@@ -87,8 +80,7 @@ def window_query_gradient_kernel(
     PACKED: gl.constexpr, LOG_DEGREE: gl.constexpr, STEEP: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_STEP: gl.constexpr, DQ_STEP: gl.constexpr,
 ):  # fmt: skip
-    """As window_backward.query_gradient_kernel for bfloat16; and whether dq is not finite, for the kernel that repairs
-    it."""
+    """As the kernel in Triton for bfloat16; and whether dq is not finite, for the kernel that repairs it."""
     block, h, b = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     first_row, h_kv = block * BLOCK_M, h // GROUP
     b64, h64 = b.to(gl.int64), h.to(gl.int64)
@@ -103,9 +95,8 @@ def window_query_gradient_kernel(
     element: gl.constexpr = o_ptr.dtype.element_ty
 
     lo, hi, full_lo, full_hi = keys_of_rows(
-        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK_M
+        first_row, Lq, Lk, Lk, window, doc_start_ptr, doc_stop_ptr, CAUSAL, True, PACKED, BLOCK_M, BLOCK_N
     )
-    lo = lo // BLOCK_N * BLOCK_N
     steps = gl.maximum(gl.cdiv(hi - lo, BLOCK_N), 1)  # a loop that may make no step: ptxas serialises its products
 
     q_ring, do_ring = tile_ring(element, 1, BLOCK_M, D), tile_ring(element, 1, BLOCK_M, D)
@@ -238,7 +229,7 @@ def window_query_gradient_kernel(
         if IN_SHARED:
             lacking = rest_of_norm(norm, SMALL)
         unit = q_ring.index(0).load(sum_layout).to(gl.float32) * lacking[:, None]
-        gk, along = across(gk, unit, norm * gl.convert_layout(factor, of_sums))
+        gk, along = orthogonal_part(gk, unit, norm * gl.convert_layout(factor, of_sums))
         checked = gl.sum(along, 0)
         if GAIN:
             along = gl.convert_layout(along, of_rows) * score_factor(n, 1.0, SCALE, LOG_N, False)
