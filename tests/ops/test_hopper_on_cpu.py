@@ -120,8 +120,9 @@ def test_gain_and_the_largest_values(hopper):
     [
         ("forward", "program_barrier", "without a barrier after other warps wrote it"),
         ("forward", "fence_async_shared", "without a fence after threads wrote it"),
-        ("query_gradient", "program_barrier", "without a barrier after other warps wrote it"),
-        ("query_gradient", "fence_async_shared", "without a fence after threads wrote it"),
+        ("query_gradient", "program_barrier", "overwritten while it may be in use"),
+        ("query_gradient", "mbarrier.wait", "before it has arrived"),
+        ("query_gradient", "tile_store_wait", "overwritten while it may be in use"),
         ("key_gradient", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
         ("key_gradient", "fence_async_shared", "without a fence"),
         ("memory", "fence_async_shared", "without a fence after its barrier"),

@@ -245,8 +245,10 @@ def run_backward(
     """dq, dk, dv and dgain (empty if there is no gain)."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zero_gain(q, gain)
-    if do.stride(-1) != 1:
+    if do.stride(-1) != 1 or is_expanded(do):  # descriptors cannot say that an axis repeats the same elements
         do = do.contiguous()
+    if is_expanded(q):
+        q = q.contiguous()
     others = v, o, do, rows
     call = _Call(q, k, others, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan
@@ -257,7 +259,7 @@ def run_backward(
     )
     broken = q.new_empty(1, dtype=torch.int32)
     unit_k = call.unit_keys(k, v, (*sizes, broken))
-    aligned = tma_aligned(unit_k, q, k, v, do)
+    aligned = tma_aligned(unit_k, q, k, v, o, do)
     hopper = plan.exact_queries and aligned and hopper_kernels(plan.D, "backward")
     kernels = hopper or triton_backward
     suffix = "_hopper" if hopper else ""
@@ -293,11 +295,12 @@ def _query_gradient(
 
     def run(tile, tile_constants):
         programs = ceil_div(plan.Lq, tile.m) * plan.B * plan.Hq
-        tiles, kind = _tile_arguments(name, plan, (unit_k, tile.n), (v, tile.n), (do, tile.m))
+        by_rows = _described(name, *((x, tile.m) for x in (q, o.view(plan.score_dtype), do, dq, queries)))
+        by_keys, kind = _tile_arguments(name, plan, (unit_k, tile.n), (v, tile.n))
         constants = plan.launch_constants(
             name, tile, make=lambda: plan.of_backward() | plan.gain_kind | kind | tile_constants
         )
-        start_kernel(kernel, programs, (*arguments, *tiles), constants)
+        start_kernel(kernel, programs, (*arguments, *by_rows, *by_keys), constants)
 
     tile = launch(name, plan.D, plan.itemsize, aligned, run)
     return dq, _QueryPass(queries, row_values, tile.m)
@@ -352,6 +355,16 @@ def _tile_arguments(name: str, plan: _Plan, *tensors: tuple[Tensor, int]) -> tup
     from lssar.ops.fused.hopper import tile_arguments
 
     return tile_arguments(plan.host_tiles, *tensors)
+
+
+def _described(name: str, *tensors: tuple[Tensor, int]) -> tuple[Any, ...]:
+    """Arguments that only kernels in Gluon have: descriptors of tensors that they reach in no other way. None of the
+    tensors is expanded."""
+    if not name.endswith("_hopper"):
+        return ()
+    from lssar.ops.fused.hopper import tile_arguments
+
+    return tile_arguments(True, *tensors)[0]
 
 
 def _zero_gain(q: Tensor, gain: Tensor | None) -> Tensor:

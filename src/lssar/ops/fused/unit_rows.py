@@ -50,7 +50,7 @@ def scaled_unit_rows(near, rest, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.
     scale = score_scale(n, LOG_D, not half)
     if HAS_GAIN:
         scale = with_gain(scale, tl.load(gain_ptr), half)
-    unit = near * rest[:, None] * scale[:, None]
+    unit = near * (rest * scale)[:, None]
     return unit.to(element) if half else saturate(unit, element)  # half scales are limited well below its range
 
 
