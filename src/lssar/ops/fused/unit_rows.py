@@ -67,3 +67,10 @@ def unit_rows_backward_and_radial(grad_unit, near, scale, rest):
     discards."""
     along = tl.sum(grad_unit * near, 1) * rest  # [M]
     return (grad_unit - near * (along * rest)[:, None]) * rest[:, None] * scale[:, None], along
+
+
+@triton.jit
+def unit_rows_backward_of_parts(grad_unit, near, scale, rest):
+    """unit_rows_backward by the norm_parts of x, with three operations an element."""
+    along = tl.sum(grad_unit * near, 1) * rest  # [M]
+    return (grad_unit - near * (along * rest)[:, None]) * (rest * scale)[:, None]
