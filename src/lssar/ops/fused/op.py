@@ -190,6 +190,8 @@ def run_forward(
     cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and (slope, intercept, Z) of each row for the backward."""
+    if is_expanded(q):  # descriptors cannot say that an axis repeats the same elements
+        q = q.contiguous()
     call = _Call(q, k, (v,), gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan
     o = torch.empty_like(q)
@@ -198,7 +200,7 @@ def run_forward(
         return o.zero_(), rows.zero_()
     unit_k = call.unit_keys(k, v)
     aligned = tma_aligned(unit_k, v)
-    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(plan.D, "forward")
+    hopper = q.dtype != torch.float32 and aligned and tma_aligned(q) and hopper_kernels(plan.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
     name = "forward_hopper" if hopper else "forward"
 
@@ -209,7 +211,9 @@ def run_forward(
 
     def run(tile, tile_constants):
         if hopper:
-            tiles, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+            by_rows = _described(name, *((x.view(plan.score_dtype), tile.m) for x in (q, o)))
+            by_keys, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+            tiles = by_rows + by_keys
         else:
             of_host = tile_constants["TMA"] and plan.host_tiles and not is_expanded(v)
             sizes = (unit_k, tile_constants["BLOCK_N1"]), (unit_k, tile.n), (v, tile.n)
