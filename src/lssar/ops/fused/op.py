@@ -331,7 +331,6 @@ def _key_gradient(
         if gluon and passed.block_rows % tile.m:
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = plan.mechanism["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
-        written = _described(name, (dk, tile.n), (dv, tile.n))
         tiles, kind = _tile_arguments(name, plan, (passed.queries, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
         if not gluon:
             kind = {"REPAIR": False, "SHORT_FORMS": False}
@@ -339,7 +338,7 @@ def _key_gradient(
         constants = plan.launch_constants(
             name, tile, steep, make=lambda: plan.of_backward() | {"STEEP": steep} | kind | tile_constants
         )
-        start_kernel(kernel, n, (broken, n, *arguments, *written, *tiles), constants)
+        start_kernel(kernel, n, (broken, n, *arguments, *tiles), constants)
 
     def repair(tile, tile_constants):
         # steep rows of the Gluon kernels come as lines of the short forms; other calls do not say which rows are steep

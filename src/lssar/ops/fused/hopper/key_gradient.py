@@ -31,11 +31,10 @@ from lssar.ops.fused.hopper.memory import (
     load_pair,
     pointer_load,
     program_barrier,
+    store_rows,
     tile_barriers,
     tile_descriptor,
     tile_ring,
-    tile_store_wait,
-    write_tile,
 )
 from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.primitives import (
@@ -257,7 +256,7 @@ def key_gradient_kernel(
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
     exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
-    dk_all, dv_all, q_all, raw_k_all, v_all, do_all,
+    q_all, raw_k_all, v_all, do_all,
     HOST_TILES: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
@@ -265,7 +264,7 @@ def key_gradient_kernel(
     CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
-    registers straight into the products with dO and q. Keys and values come as tiles, dk and dv go as tiles."""
+    registers straight into the products with dO and q. Keys and values come as tiles."""
     blocks = gl.cdiv(Lk, BLOCK_N)
     head_kv, block = head_and_block(gl.program_id(0), programs, blocks, CACHE // D // Lq // (Hq // Hkv))
     first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
@@ -278,6 +277,7 @@ def key_gradient_kernel(
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])  # [N, M]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [N, D]
     row_layout: gl.constexpr = gl.SliceLayout(1, sum_layout)
+    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     element: gl.constexpr = do_ptr.dtype.element_ty
 
     key_stop, row_lo, row_hi, full_lo, full_hi = rows_of_keys(
@@ -330,10 +330,15 @@ def key_gradient_kernel(
     near = k.load(sum_layout).to(gl.float32)
     dk = unit_rows_backward_of_parts(dk, near, norm_scale, rest)
     program_barrier()  # every warp is done with K
-    write_tile((dv_all, b, h_kv), v, dv.to(element), first_key)
-    write_tile((dk_all, b, h_kv), k, dk.to(element), first_key)
+    v.store(dv.to(element))
+    k.store(dk.to(element))
+    program_barrier()
+    # By pointers: with stores by descriptor, ptxas computes addresses of descriptors again in each step (head size 64).
+    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
+    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
+    store_rows(dv_ptr, v.load(load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+    store_rows(dk_ptr, k.load(load_layout), first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
     keys = first_key + gl.arange(0, BLOCK_N, row_layout)
     gl.store(broken_ptr + keys * 0, 1, mask=not_finite(gl.sum(dv, 1)))
-    tile_store_wait(0)
     end_barriers(keys_ready)
     end_barriers(rows_ready)
