@@ -54,12 +54,12 @@ def overwritten(ttgir: str) -> list[str]:
     return found
 
 
-def _tiles_of(rows: int, columns: int) -> str:
-    """The type of a descriptor that the host makes for a kernel in Gluon."""
+def _tiles_of(rows: str, columns: str, element: str = "bf16") -> str:
+    """The type of a descriptor that the host makes for a kernel in Gluon; all elements have 16 bits."""
     from triton.experimental.gluon import language as gl
 
-    block = [1, 1, rows, columns]
-    return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
+    block = [1, 1, int(rows), int(columns)]
+    return f"tensordesc<{element}{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
 
 
 def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str]) -> None:
@@ -77,7 +77,7 @@ def main(module: str, name: str, constants: dict[str, Any], types: dict[str, str
             signature[argument], values[(i,)] = "constexpr", constants[argument]
             continue
         if known.get(argument, "").startswith("tiles "):
-            signature[argument] = _tiles_of(*map(int, known[argument].split()[1:]))
+            signature[argument] = _tiles_of(*known[argument].split()[1:])
             continue
         signature[argument] = known.get(argument, "*bf16" if argument.endswith("_ptr") else "i32")
         if argument.endswith("_ptr") or "stride" in argument or argument == "row_plane":

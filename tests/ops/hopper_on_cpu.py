@@ -78,6 +78,8 @@ class Program:
     groups: list[list[Copy]] = field(default_factory=list)
     """Copies by pointers, committed; the last list is not committed yet."""
     products: list[Product] = field(default_factory=list)
+    stores: list[tuple[np.ndarray, Any]] = field(default_factory=list)
+    """Tiles on their way from shared memory, each with what stores it."""
     read: list[np.ndarray] = field(default_factory=list)
     """Read since the last barrier of the program: other warps may be reading it still."""
     written: list[np.ndarray] = field(default_factory=list)
@@ -97,11 +99,12 @@ class Program:
     def check_write(self, array: np.ndarray) -> None:
         busy = [*self.read, *self.written, *(x for product in self.products for x in product.reads())]
         busy += [copy.to for copy in [*self.copies, *(copy for group in self.groups for copy in group)]]
+        busy += [array for array, _ in self.stores]
         if any(np.may_share_memory(array, other) for other in busy):
             raise Fault("overwritten while it may be in use")
 
     def check_end(self) -> None:
-        if self.copies or any(self.groups) or self.products:
+        if self.copies or any(self.groups) or self.products or self.stores:
             raise Fault("the program ended before all that it started")
         if self.barriers:
             raise Fault("the program ended without end_barriers")
@@ -301,13 +304,22 @@ class Tiles:
 
     def values(self, start: list[int]) -> tl.tensor:
         """The tile from there on, zeros outside the tensor."""
+        pointers, inside = self.places(start)
+        return tl.load(pointers, mask=inside, other=0.0)
+
+    def store(self, start: list[int], value: tl.tensor) -> None:
+        """What lies outside the tensor is left out."""
+        pointers, inside = self.places(start)
+        tl.store(pointers, value, mask=inside)
+
+    def places(self, start: list[int]) -> tuple[tl.tensor, tl.tensor]:
         offset, inside = np.zeros(self.block_shape, np.int64), np.ones(self.block_shape, bool)
         for axis, (first, n, stride) in enumerate(zip(start, self.shape, self.strides)):
             shape = [1] * len(self.shape)
             shape[axis] = -1
             at = (first + np.arange(self.block_shape[axis])).reshape(shape)
             offset, inside = offset + at * stride, inside & (at >= 0) & (at < n)
-        return tl.load(self.pointer + tensor(offset, tl.int64), mask=tensor(inside, tl.int1), other=0.0)
+        return self.pointer + tensor(offset, tl.int64), tensor(inside, tl.int1)
 
 
 def tile_load(tiles: Tiles, start, barrier: Shared, to: Shared, pred=True) -> None:
@@ -322,6 +334,23 @@ def tile_load(tiles: Tiles, start, barrier: Shared, to: Shared, pred=True) -> No
         raise Fault("a copy without a fence to where threads wrote")
     start = [_int(i) for i in start]
     PROGRAM.copies.append(Copy(to.array, lambda: tiles.values(start), _barrier_of(barrier)))
+
+
+def tile_store(tiles: Tiles, start, source: Shared) -> None:
+    PROGRAM.check_read(source.array, by_tensor_cores=True)
+    if source.array.nbytes != tiles.block_type.nbytes:
+        raise Fault(f"a tile of {tiles.block_type.nbytes} bytes from {source.array.nbytes}")
+    start = [_int(i) for i in start]
+    PROGRAM.stores.append((source.array, lambda: tiles.store(start, source._value())))
+
+
+def tile_store_wait(pending) -> None:
+    """Wait until the tiles have been read; the threads that started the stores wait, so a barrier has to follow."""
+    assert _int(pending) == 0
+    for array, store in PROGRAM.stores:
+        store()
+        PROGRAM.read.append(array)
+    PROGRAM.stores.clear()
 
 
 def pointer_load(to: Shared, pointers: tl.tensor) -> None:
@@ -378,7 +407,9 @@ def hopper_language() -> types.ModuleType:
         MBarrierLayout=Layout, init=barrier_init, invalidate=barrier_invalidate, expect=barrier_expect,
         wait=barrier_wait,
     )  # fmt: skip
-    made.tma = types.SimpleNamespace(async_load=tile_load, make_tensor_descriptor=Tiles)
+    made.tma = types.SimpleNamespace(
+        async_load=tile_load, async_store=tile_store, store_wait=tile_store_wait, make_tensor_descriptor=Tiles
+    )
     made.async_copy = types.SimpleNamespace(async_load=pointer_load, commit_group=commit_group, wait_group=wait_group)
     made.fence_async_shared = fence_async_shared
     made.warpgroup_mma, made.warpgroup_mma_wait = warpgroup_mma, warpgroup_mma_wait

@@ -37,6 +37,10 @@ def compile_lssar(module, kernel, D, mechanism, tile, cache):
         "REPAIR": "repair" in mechanism, "SHORT_FORMS": True,
     }  # fmt: skip
     types = {"k_ptr": "*fp16"}
+    rows = ("q_all", "o_all", "do_all", "dq_all", "passed_q_all") if kernel.startswith("query") else ()
+    types |= dict.fromkeys(rows, f"tiles {tile.m} {D}") | {"o_all": f"tiles {tile.m} {D} fp16"}
+    if kernel.startswith("forward") and "hopper" in module:
+        types |= dict.fromkeys(("q_all", "o_all"), f"tiles {tile.m} {D} fp16")
     return compile_kernel(module, kernel, constants, cache, **types)
 
 

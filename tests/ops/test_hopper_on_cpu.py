@@ -118,10 +118,11 @@ def test_gain_and_the_largest_values(hopper):
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
-        ("forward", "program_barrier", "without a barrier after other warps wrote it"),
+        ("forward", "program_barrier", "overwritten while it may be in use"),
         ("forward", "fence_async_shared", "without a fence after threads wrote it"),
-        ("query_gradient", "program_barrier", "without a barrier after other warps wrote it"),
-        ("query_gradient", "fence_async_shared", "without a fence after threads wrote it"),
+        ("query_gradient", "program_barrier", "overwritten while it may be in use"),
+        ("query_gradient", "mbarrier.wait", "before it has arrived"),
+        ("query_gradient", "tile_store_wait", "overwritten while it may be in use"),
         ("key_gradient", "program_barrier", "without a barrier after other warps wrote it|overwritten"),
         ("key_gradient", "fence_async_shared", "without a fence"),
         ("memory", "fence_async_shared", "without a fence after its barrier"),
@@ -142,10 +143,10 @@ def test_kernels_without_one_step_are_faulty(hopper, monkeypatch, where, name, f
 
 
 def test_keys_that_replace_others_without_a_barrier_are_found(hopper, monkeypatch):
-    """The first two barriers of a program, after which copies and queries are there, stay."""
+    """The first three barriers of a program, after which copies and queries are there, stay."""
     barrier, calls = hopper_on_cpu.barrier, itertools.count()
     monkeypatch.setattr(
-        "lssar.ops.fused.hopper.forward.program_barrier", lambda: barrier() if next(calls) < 2 else None
+        "lssar.ops.fused.hopper.forward.program_barrier", lambda: barrier() if next(calls) < 3 else None
     )
     q, k, v, _ = tensors(Hq=1, Lq=150, D=64, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="overwritten while it may be in use"):

@@ -147,6 +147,30 @@ def query_gradient(
 
 
 @triton.jit
+def query_gradient_of_unit(
+    unit_gradient, q, to_unit, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr, HAS_GAIN: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """As query_gradient with three operations an element: q times to_unit [M] are the unit queries.
+
+    The factors of a row come in two products, neither of which overflows where the gradient does not.
+    """
+    sound = _sound_rows(z, delta, mean)
+    factor = tl.where(sound, kappa * scale, float("nan"))
+    along = tl.sum(unit_gradient * q, 1) * to_unit
+    radial = along * factor * bound
+    near_factor = factor * rest
+    far_factor = tl.minimum(bound * norm_scale, 3e38)  # infinite only for gradients beyond the range; those may be 0
+    if HAS_GAIN:
+        gain = tl.load(gain_ptr)
+        near_factor = near_factor * gain
+        radial = tl.where(sound, radial, float("nan"))
+        scale = with_gain(scale, gain, HALF)
+    dq = (unit_gradient - q * (along * to_unit)[:, None]) * near_factor[:, None] * far_factor[:, None]
+    return dq, radial, scale, sound
+
+
+@triton.jit
 def key_weights(x, slope, intercept, short, P, REWEIGHT: tl.constexpr, LOG_DEGREE: tl.constexpr, STEEP: tl.constexpr):
     """Weights w^P of scores x, y = w^(P-1), and sigma, for dk and dv."""
     if REWEIGHT:

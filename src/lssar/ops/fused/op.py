@@ -190,6 +190,8 @@ def run_forward(
     cu_seqlens: Tensor | None, key_lengths: Tensor | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and (slope, intercept, Z) of each row for the backward."""
+    if is_expanded(q):  # descriptors cannot say that an axis repeats the same elements
+        q = q.contiguous()
     call = _Call(q, k, (v,), gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan
     o = torch.empty_like(q)
@@ -198,7 +200,7 @@ def run_forward(
         return o.zero_(), rows.zero_()
     unit_k = call.unit_keys(k, v)
     aligned = tma_aligned(unit_k, v)
-    hopper = q.dtype != torch.float32 and aligned and hopper_kernels(plan.D, "forward")
+    hopper = q.dtype != torch.float32 and aligned and tma_aligned(q) and hopper_kernels(plan.D, "forward")
     kernel = hopper.forward_kernel if hopper else forward_kernel
     name = "forward_hopper" if hopper else "forward"
 
@@ -209,7 +211,9 @@ def run_forward(
 
     def run(tile, tile_constants):
         if hopper:
-            tiles, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+            by_rows = _described(name, *((x.view(plan.score_dtype), tile.m) for x in (q, o)))
+            by_keys, kind = _tile_arguments(name, plan, (unit_k, 2 * tile.n), (v, tile.n))
+            tiles = by_rows + by_keys
         else:
             of_host = tile_constants["TMA"] and plan.host_tiles and not is_expanded(v)
             sizes = (unit_k, tile_constants["BLOCK_N1"]), (unit_k, tile.n), (v, tile.n)
@@ -245,8 +249,10 @@ def run_backward(
     """dq, dk, dv and dgain (empty if there is no gain)."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), _zero_gain(q, gain)
-    if do.stride(-1) != 1:
+    if do.stride(-1) != 1 or is_expanded(do):  # descriptors cannot say that an axis repeats the same elements
         do = do.contiguous()
+    if is_expanded(q):
+        q = q.contiguous()
     others = v, o, do, rows
     call = _Call(q, k, others, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan
@@ -257,7 +263,7 @@ def run_backward(
     )
     broken = q.new_empty(1, dtype=torch.int32)
     unit_k = call.unit_keys(k, v, (*sizes, broken))
-    aligned = tma_aligned(unit_k, q, k, v, do)
+    aligned = tma_aligned(unit_k, q, k, v, o, do)
     hopper = plan.exact_queries and aligned and hopper_kernels(plan.D, "backward")
     kernels = hopper or triton_backward
     suffix = "_hopper" if hopper else ""
@@ -293,11 +299,12 @@ def _query_gradient(
 
     def run(tile, tile_constants):
         programs = ceil_div(plan.Lq, tile.m) * plan.B * plan.Hq
-        tiles, kind = _tile_arguments(name, plan, (unit_k, tile.n), (v, tile.n), (do, tile.m))
+        by_rows = _described(name, *((x, tile.m) for x in (q, o.view(plan.score_dtype), do, dq, queries)))
+        by_keys, kind = _tile_arguments(name, plan, (unit_k, tile.n), (v, tile.n))
         constants = plan.launch_constants(
             name, tile, make=lambda: plan.of_backward() | plan.gain_kind | kind | tile_constants
         )
-        start_kernel(kernel, programs, (*arguments, *tiles), constants)
+        start_kernel(kernel, programs, (*arguments, *by_rows, *by_keys), constants)
 
     tile = launch(name, plan.D, plan.itemsize, aligned, run)
     return dq, _QueryPass(queries, row_values, tile.m)
@@ -324,7 +331,7 @@ def _key_gradient(
         if gluon and passed.block_rows % tile.m:
             raise ValueError(f"rows of {tile} do not divide the {passed.block_rows} of the dq kernel's blocks")
         steep = plan.mechanism["STEEP"] and tile.m <= 2 * passed.block_rows  # see backward.steep_block
-        tiles, kind = _tile_arguments(name, plan, (passed.queries, tile.m), (v, tile.n), (do, tile.m))
+        tiles, kind = _tile_arguments(name, plan, (passed.queries, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
         if not gluon:
             kind = {"REPAIR": False, "SHORT_FORMS": False}
         n = programs(tile)
@@ -352,6 +359,16 @@ def _tile_arguments(name: str, plan: _Plan, *tensors: tuple[Tensor, int]) -> tup
     from lssar.ops.fused.hopper import tile_arguments
 
     return tile_arguments(plan.host_tiles, *tensors)
+
+
+def _described(name: str, *tensors: tuple[Tensor, int]) -> tuple[Any, ...]:
+    """Arguments that only kernels in Gluon have: descriptors of tensors that they reach in no other way. None of the
+    tensors is expanded."""
+    if not name.endswith("_hopper"):
+        return ()
+    from lssar.ops.fused.hopper import tile_arguments
+
+    return tile_arguments(True, *tensors)[0]
 
 
 def _zero_gain(q: Tensor, gain: Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ def scaled_unit_rows(near, rest, n, gain_ptr, LOG_D: tl.constexpr, HAS_GAIN: tl.
     scale = score_scale(n, LOG_D, not half)
     if HAS_GAIN:
         scale = with_gain(scale, tl.load(gain_ptr), half)
-    unit = near * rest[:, None] * scale[:, None]
+    unit = near * (rest * scale)[:, None]
     return unit.to(element) if half else saturate(unit, element)  # half scales are limited well below its range
 
 
@@ -67,3 +67,10 @@ def unit_rows_backward_and_radial(grad_unit, near, scale, rest):
     discards."""
     along = tl.sum(grad_unit * near, 1) * rest  # [M]
     return (grad_unit - near * (along * rest)[:, None]) * rest[:, None] * scale[:, None], along
+
+
+@triton.jit
+def unit_rows_backward_of_parts(grad_unit, near, scale, rest):
+    """unit_rows_backward by the norm_parts of x, with three operations an element."""
+    along = tl.sum(grad_unit * near, 1) * rest  # [M]
+    return (grad_unit - near * (along * rest)[:, None]) * (rest * scale)[:, None]

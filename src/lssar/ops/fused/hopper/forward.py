@@ -17,13 +17,15 @@ from lssar.ops.fused.forward import CAREFUL_SCALE
 from lssar.ops.fused.hopper.memory import (
     announce,
     end_barriers,
+    fetch_tile,
     load_rows,
     load_tile,
     program_barrier,
-    store_rows,
     tile_barriers,
     tile_descriptor,
     tile_ring,
+    tile_store_wait,
+    write_tile,
 )
 from lssar.ops.fused.primitives import (
     HIDDEN,
@@ -37,6 +39,7 @@ from lssar.ops.fused.primitives import (
     lane_sum,
     log2_1p,
     not_finite,
+    saturate,
     visible_keys,
     weight_line,
     without_broken_rows,
@@ -340,7 +343,8 @@ def _careful_values(
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, slope_ptr, intercept_ptr, z_ptr, q_stride_b, q_stride_h, q_stride_l,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, row_stride, Hq, Hkv,
-    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_all, v_all,
+    exponent, gain_ptr, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    q_all, o_all, k_all, v_all,
     HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
@@ -350,7 +354,8 @@ def forward_kernel(
     """As forward.forward_kernel, for half types: keys in units of 2 BLOCK_N, a half of it at a time.
 
     The arithmetic of one half overlaps with the scores of the next half and the product with V of the half before.
-    K has STAGES1 stages of a unit, V has STAGES stages of half a unit.
+    K has STAGES1 stages of a unit, V has STAGES stages of half a unit. q and o come and go as tiles of their bits, by
+    descriptors from the host that have the type of the keys.
     """
     blocks = gl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
@@ -358,22 +363,25 @@ def forward_kernel(
     b = head // Hq
     b64, h = b.to(gl.int64), (head % Hq).to(gl.int64)
     h_kv = h // (Hq // Hkv)
-    q_ptr += b64 * q_stride_b + h * q_stride_h
     k_ptr += (b64 * Hkv + h_kv) * Lk * D
     v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
     tile_row: gl.constexpr = gl.SliceLayout(1, score_layout)
+    sum_row: gl.constexpr = gl.SliceLayout(1, sum_layout)
+    key_element: gl.constexpr = k_ptr.dtype.element_ty
+    element: gl.constexpr = v_ptr.dtype.element_ty
 
     UNIT: gl.constexpr = 2 * BLOCK_N
-    q_ring = tile_ring(k_ptr.dtype.element_ty, 1, BLOCK_M, D)
-    k_ring = tile_ring(k_ptr.dtype.element_ty, STAGES1, UNIT, D)
-    v_ring = tile_ring(v_ptr.dtype.element_ty, STAGES, BLOCK_N, D)
-    k_ready, v_ready = tile_barriers(STAGES1), tile_barriers(STAGES)
+    q_ring = tile_ring(key_element, 1, BLOCK_M, D)
+    k_ring = tile_ring(key_element, STAGES1, UNIT, D)
+    v_ring = tile_ring(element, STAGES, BLOCK_N, D)
+    q_ready, k_ready, v_ready = tile_barriers(1), tile_barriers(STAGES1), tile_barriers(STAGES)
+    q = q_ring.index(0)
+    mbarrier.expect(q_ready.index(0), BLOCK_M * D * key_element.primitive_bitwidth // 8)
+    fetch_tile((q_all, b, head % Hq), q, q_ready.index(0), first_row)
     key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
     if HOST_TILES:
         k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
@@ -381,7 +389,7 @@ def forward_kernel(
         k_tiles = tile_descriptor(k_ptr, key_stop, D, UNIT, D)
         v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
 
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
+    rows = first_row + gl.arange(0, BLOCK_M, tile_row)
     row_start, row_stop = visible_keys(
         rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
     )  # [M]
@@ -393,15 +401,18 @@ def forward_kernel(
     key_turns = units * (2 if REWEIGHT else 1)  # units of K that are read, one pass after the other
     _start_loads(k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, key_turns, BLOCK_N, STAGES1, STAGES)
     n = (row_stop - row_start).to(gl.float32)
-    q = q_ring.index(0)
-    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
+    mbarrier.wait(q_ready.index(0), 0)
+    raw_q = q.load(sum_layout).to(element, bitcast=True)
     near, _, rest = norm_parts(raw_q.to(gl.float32))
-    q.store(scaled_unit_rows(near, rest, n, gain_ptr + h, LOG_D, HAS_GAIN, q_ring.dtype))
+    unit_q = scaled_unit_rows(
+        near, rest, gl.convert_layout(n, sum_row), gain_ptr + h, LOG_D, HAS_GAIN, q_ring.dtype
+    )  # fmt: skip
+    program_barrier()  # every warp has read the tile
+    q.store(unit_q)
     fence_async_shared()
     program_barrier()  # all of Q is there
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    tile_start = gl.convert_layout(row_start, tile_row)[:, None]
-    tile_stop = gl.convert_layout(row_stop, tile_row)[:, None]
+    tile_start, tile_stop = row_start[:, None], row_stop[:, None]
     gain_size = gl.abs(gl.load(gain_ptr + h)) if HAS_GAIN else 1.0
     mbarrier.wait(k_ready.index(0), 0, pred=units > 0)
     x = warpgroup_mma_wait(0, (_scores(q, k_ring, 0, 0, BLOCK_N, nothing),))
@@ -410,8 +421,7 @@ def forward_kernel(
         full_hi, n, rows < Lq, gain_size, nothing, P if P > 0 else exponent, REWEIGHT, LOG_D, LOG_DEGREE, STEEP,
         STAGES1,
     )  # fmt: skip
-    tile_slope = gl.convert_layout(slope, tile_row)[:, None]
-    tile_intercept = gl.convert_layout(intercept, tile_row)[:, None]
+    tile_slope, tile_intercept = slope[:, None], intercept[:, None]
     o, z = _value_pass(
         x, q, k_tiles, k_ring, k_ready, v_tiles, v_ring, v_ready, key_lo, units, turn, key_turns, tile_slope,
         tile_intercept, form, tile_start, tile_stop, full_lo, full_hi, nothing, sum_layout,
@@ -419,7 +429,7 @@ def forward_kernel(
     )  # fmt: skip
 
     divisor = z
-    if gl.max(gl.max(not_finite(o).to(gl.int32), 1), 0) > 0:
+    if gl.max(not_finite(gl.sum(o, 1)).to(gl.int32), 0) > 0:  # a sum may overflow where o does not, which does no harm
         o, z, scale = _careful_values(
             q, k_ptr, k_ring, v_ptr, v_stride_l, v_ring, key_lo, key_hi, key_stop, tile_slope, tile_intercept, form,
             tile_start, tile_stop, nothing, sum_layout, load_layout, D, P if P > 0 else exponent, REWEIGHT, LOG_DEGREE,
@@ -427,13 +437,18 @@ def forward_kernel(
         )  # fmt: skip
         divisor = z * scale
     spoiled = slope != slope
-    divisor = gl.convert_layout(divisor, row_layout)
+    divisor = gl.convert_layout(divisor, tile_row)
     inverse = gl.where(spoiled, slope, 1.0 / gl.where(divisor == 0, 1.0, divisor))
-    o = gl.convert_layout(o, load_layout) * inverse[:, None]
-    store_rows(o_ptr, o, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D)
+    o = o * gl.convert_layout(inverse, sum_row)[:, None]
+    if element == gl.float16:
+        o = saturate(o, element)
+    program_barrier()  # every warp is done with Q
+    write_tile((o_all, b, head % Hq), q, o.to(element).to(key_element, bitcast=True), first_row)
     at = head.to(gl.int64) * row_stride + rows
     gl.store(slope_ptr + at, slope, mask=rows < Lq)
     gl.store(intercept_ptr + at, intercept, mask=rows < Lq)
-    gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, row_layout)), mask=rows < Lq)
+    gl.store(z_ptr + at, gl.where(spoiled, slope, gl.convert_layout(z, tile_row)), mask=rows < Lq)
+    tile_store_wait(0)
+    end_barriers(q_ready)
     end_barriers(k_ready)
     end_barriers(v_ready)

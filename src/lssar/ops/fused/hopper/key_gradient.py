@@ -25,13 +25,10 @@ from lssar.ops.fused.gradients import (
     score_gradient,
 )
 from lssar.ops.fused.hopper.memory import (
-    announce,
     announce_pair,
     end_barriers,
     fetch_pair,
     load_pair,
-    load_rows,
-    load_tile,
     pointer_load,
     program_barrier,
     store_rows,
@@ -49,7 +46,7 @@ from lssar.ops.fused.primitives import (
     visible_keys,
 )
 from lssar.ops.fused.steep import GENERAL, LINEAR, short_key_weights, short_score_gradient
-from lssar.ops.fused.unit_rows import exact_unit_rows, unit_rows_backward
+from lssar.ops.fused.unit_rows import norm_parts, unit_rows_backward_of_parts
 
 ROW_PLANES = gl.constexpr(gradients.ROW_PLANES)
 FORM_PLANE = gl.constexpr(gradients.FORM_PLANE.value)
@@ -258,7 +255,8 @@ def key_gradient_kernel(
     v_stride_b, v_stride_h, v_stride_l, do_stride_b, do_stride_h, do_stride_l,
     raw_k_stride_b, raw_k_stride_h, raw_k_stride_l,
     dk_stride_b, dk_stride_h, dk_stride_l, dv_stride_b, dv_stride_h, dv_stride_l, row_stride, row_plane,
-    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, q_all, v_all, do_all,
+    exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    q_all, raw_k_all, v_all, do_all,
     HOST_TILES: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
@@ -266,7 +264,7 @@ def key_gradient_kernel(
     CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As backward.key_gradient_kernel for bfloat16, with scores transposed: keys along rows, so that weights go from
-    registers straight into the products with dO and q."""
+    registers straight into the products with dO and q. Keys and values come as tiles."""
     blocks = gl.cdiv(Lk, BLOCK_N)
     head_kv, block = head_and_block(gl.program_id(0), programs, blocks, CACHE // D // Lq // (Hq // Hkv))
     first_key = block * BLOCK_N  # under a causal mask the first keys have the most rows
@@ -275,11 +273,10 @@ def key_gradient_kernel(
     b64, h64 = b.to(gl.int64), h_kv.to(gl.int64)
     v_ptr += b64 * v_stride_b + h64 * v_stride_h
     raw_k_ptr += b64 * raw_k_stride_b + h64 * raw_k_stride_h
-    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
-    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])  # [N, M]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [N, D]
+    row_layout: gl.constexpr = gl.SliceLayout(1, sum_layout)
     load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
     element: gl.constexpr = do_ptr.dtype.element_ty
 
@@ -288,26 +285,25 @@ def key_gradient_kernel(
         CAUSAL, WINDOWED, PACKED, HAS_LENGTHS, BLOCK_N,
     )  # fmt: skip
     row_lo = row_lo // BLOCK_M * BLOCK_M
-    raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
-    exact_k, key_scale = exact_unit_rows(raw_k.to(gl.float32))
-    key_scale = gl.convert_layout(key_scale, gl.SliceLayout(1, score_layout))  # [N]
-
     k_ring, v_ring = tile_ring(element, 1, BLOCK_N, D), tile_ring(element, 1, BLOCK_N, D)
     q_ring, do_ring = tile_ring(element, STAGES, BLOCK_M, D), tile_ring(element, STAGES, BLOCK_M, D)
     values_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values_ring = gl.allocate_shared_memory(gl.float32, [STAGES, ROW_PLANES * BLOCK_M], values_layout)
     keys_ready, rows_ready = tile_barriers(1), tile_barriers(STAGES)
     if HOST_TILES:
-        v_tiles = v_all, b, h_kv
+        k_tiles, v_tiles = (raw_k_all, b, h_kv), (v_all, b, h_kv)
     else:
+        k_tiles = tile_descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
         v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-    announce(v_tiles, keys_ready, 0, True)
-    load_tile(v_tiles, v_ring, keys_ready, first_key, 0, True)
-    k_ring.index(0).store(exact_k.to(element))
+    fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
+    k, v = k_ring.index(0), v_ring.index(0)
+    mbarrier.wait(keys_ready.index(0), 0)
+    near, norm_scale, rest = norm_parts(k.load(sum_layout).to(gl.float32))
+    key_scale = gl.convert_layout(gl.where(rest > 0, rest, 0.0), gl.SliceLayout(1, score_layout))  # [N]
+    program_barrier()  # every warp has read the tile
+    k.store(near.to(element))  # no bit is lost
     fence_async_shared()
     program_barrier()  # all of K is there
-    mbarrier.wait(keys_ready.index(0), 0)
-    k, v = k_ring.index(0), v_ring.index(0)
 
     steps = gl.cdiv(gl.maximum(row_hi - row_lo, 0), BLOCK_M)
     before = 0  # steps of the heads of the group that are done
@@ -331,11 +327,18 @@ def key_gradient_kernel(
             STEEP, STAGES,
         )  # fmt: skip
         before += steps
-    raw_k = load_rows(raw_k_ptr, first_key, key_stop, raw_k_stride_l, load_layout, BLOCK_N, D)
-    dk = unit_rows_backward(gl.convert_layout(dk, load_layout), raw_k.to(gl.float32))
-    store_rows(dk_ptr, dk, first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
-    store_rows(dv_ptr, gl.convert_layout(dv, load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
-    if not_finite(gl.sum(gl.sum(dv, 1), 0)):
-        gl.store(broken_ptr, 1)
+    near = k.load(sum_layout).to(gl.float32)
+    dk = unit_rows_backward_of_parts(dk, near, norm_scale, rest)
+    program_barrier()  # every warp is done with K
+    v.store(dv.to(element))
+    k.store(dk.to(element))
+    program_barrier()
+    # By pointers: with stores by descriptor, ptxas computes addresses of descriptors again in each step (head size 64).
+    dv_ptr += b64 * dv_stride_b + h64 * dv_stride_h
+    dk_ptr += b64 * dk_stride_b + h64 * dk_stride_h
+    store_rows(dv_ptr, v.load(load_layout), first_key, Lk, dv_stride_l, load_layout, BLOCK_N, D)
+    store_rows(dk_ptr, k.load(load_layout), first_key, Lk, dk_stride_l, load_layout, BLOCK_N, D)
+    keys = first_key + gl.arange(0, BLOCK_N, row_layout)
+    gl.store(broken_ptr + keys * 0, 1, mask=not_finite(gl.sum(dv, 1)))
     end_barriers(keys_ready)
     end_barriers(rows_ready)

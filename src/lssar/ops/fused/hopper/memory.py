@@ -12,6 +12,8 @@ from lssar.ops.fused.primitives import saturate
 
 # These names changed after Triton 3.6.
 tile_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tile_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tile_store_wait = tma.store_wait
 pointer_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 program_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -77,6 +79,29 @@ def fetch_tiles(tiles, ring, FIRST: gl.constexpr, COUNT: gl.constexpr, barrier, 
     for i in gl.static_range(COUNT):
         tile = ring.index(FIRST + i).reshape([1, 1, ROWS, D])
         tile_load(tiles[0], [tiles[1], tiles[2], row + i * ROWS, 0], barrier, tile)
+
+
+@gluon.jit
+def fetch_tile(tiles, tile, barrier, row):
+    """Start loading rows from row on into a tile of shared memory; the caller makes the barrier expect its bytes.
+
+    tiles: a descriptor that the host made, with the batch and the head.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
+    tile_load(tiles[0], [tiles[1], tiles[2], row, 0], barrier, tile.reshape([1, 1, ROWS, D]))
+
+
+@gluon.jit
+def write_tile(tiles, tile, value, row):
+    """Start storing value [ROWS, D] as rows from row on, by way of a tile of shared memory; rows past the last are left
+    out. The tile may be used again after tile_store_wait and a barrier. tiles: as for fetch_tile."""
+    ROWS: gl.constexpr = tile.shape[0]
+    D: gl.constexpr = tile.shape[1]
+    tile.store(value)
+    fence_async_shared()
+    program_barrier()
+    tile_store(tiles[0], [tiles[1], tiles[2], row, 0], tile.reshape([1, 1, ROWS, D]))
 
 
 @gluon.jit

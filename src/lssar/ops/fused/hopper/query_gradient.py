@@ -11,7 +11,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -21,25 +20,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lssar.ops.fused.gradients import (
     EDGE_KEYS,
     FULL_BLOCKS,
-    query_gradient,
+    query_gradient_of_unit,
     query_row_factors,
     query_terms,
     row_scales,
     store_row_values,
 )
 from lssar.ops.fused.hopper.memory import (
-    announce,
     announce_pair,
     end_barriers,
     fetch_pair,
+    fetch_tile,
     load_pair,
-    load_rows,
-    load_tile,
     program_barrier,
-    store_rows,
     tile_barriers,
     tile_descriptor,
     tile_ring,
+    tile_store_wait,
+    write_tile,
 )
 from lssar.ops.fused.hopper.quarters import from_quarters, quarters
 from lssar.ops.fused.normalize import VALUE_BLOCK
@@ -49,6 +47,7 @@ from lssar.ops.fused.primitives import (
     keep_visible,
     keys_of_rows,
     lane_sum,
+    reciprocal,
     visible_keys,
 )
 from lssar.ops.fused.steep import (
@@ -208,56 +207,56 @@ def query_gradient_kernel(
     slope_ptr, intercept_ptr, z_ptr, rows_ptr,
     v_stride_b, v_stride_h, v_stride_l, o_stride_b, o_stride_h, o_stride_l, do_stride_b, do_stride_h, do_stride_l,
     q_stride_b, q_stride_h, q_stride_l, dq_stride_b, dq_stride_h, dq_stride_l, row_stride, row_plane,
-    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr, k_all, v_all, do_all,
+    gain_ptr, exponent, Hq, Hkv, Lq, Lk, window, key_lengths_ptr, doc_start_ptr, doc_stop_ptr,
+    q_all, o_all, do_all, dq_all, passed_q_all, k_all, v_all,
     HOST_TILES: gl.constexpr, HAS_GAIN: gl.constexpr,
     P: gl.constexpr, REWEIGHT: gl.constexpr, LOG_D: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, PACKED: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     LOG_DEGREE: gl.constexpr, DOT: gl.constexpr, EXACT_QUERIES: gl.constexpr, STEEP: gl.constexpr,
     CACHE: gl.constexpr, TMA: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As backward.query_gradient_kernel for bfloat16."""
+    """As backward.query_gradient_kernel for bfloat16.
+
+    Rows of q, o, dO, dq and of the queries that are passed on come and go as tiles, by descriptors from the host
+    (that of o: of its bits as float16). In registers they have the layout of the sums, in which a thread has two rows:
+    values of rows are computed by four threads, not by sixteen as in a layout for loads of 16 bytes.
+    """
     blocks = gl.cdiv(Lq, BLOCK_M)
     head, block = head_and_block(gl.program_id(0), gl.num_programs(0), blocks, CACHE // D // Lk)
     first_row = (blocks - 1 - block) * BLOCK_M
     b, h = head // Hq, head % Hq
-    h_kv = (h // (Hq // Hkv)).to(gl.int64)
-    b64, h = b.to(gl.int64), h.to(gl.int64)
-    q_ptr += b64 * q_stride_b + h * q_stride_h
-    passed_q_ptr += head.to(gl.int64) * Lq * D
-    k_ptr += (b64 * Hkv + h_kv) * Lk * D
-    v_ptr += b64 * v_stride_b + h_kv * v_stride_h
-    o_ptr += b64 * o_stride_b + h * o_stride_h
-    do_ptr += b64 * do_stride_b + h * do_stride_h
-    dq_ptr += b64 * dq_stride_b + h * dq_stride_h
+    h_kv = h // (Hq // Hkv)
 
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])  # [M, N]
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])  # [M, D]
-    load_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, load_layout)
+    row_layout: gl.constexpr = gl.SliceLayout(1, sum_layout)
+    # The same in all warps, so that a reduction needs no exchange between them
+    each_warp: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0]))
     value_element: gl.constexpr = v_ptr.dtype.element_ty
     key_element: gl.constexpr = k_ptr.dtype.element_ty
 
     q_ring, do_ring = tile_ring(key_element, 1, BLOCK_M, D), tile_ring(value_element, 1, BLOCK_M, D)
     k_ring, v_ring = tile_ring(key_element, STAGES, BLOCK_N, D), tile_ring(value_element, STAGES, BLOCK_N, D)
-    # For the end: norm_scale and rest (norm_parts) of each row
-    norms = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
-    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
-    if HOST_TILES:
-        do_tiles = do_all, b, head % Hq
-        k_tiles, v_tiles = (k_all, b, head % Hq // (Hq // Hkv)), (v_all, b, head % Hq // (Hq // Hkv))
+    if BLOCK_M == BLOCK_N:  # the last stages are free until the first step
+        raw_q_tile, o_tile = v_ring.index(STAGES - 1), k_ring.index(STAGES - 1)
     else:
-        do_tiles = tile_descriptor(do_ptr, Lq, do_stride_l, BLOCK_M, D)
-        k_tiles = tile_descriptor(k_ptr, key_stop, D, BLOCK_N, D)
-        v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-    announce(do_tiles, rows_ready, 0, True)
-    load_tile(do_tiles, do_ring, rows_ready, first_row, 0, True)
-
-    # What each row sees, and its values [M], in the layout of whole rows
-    rows = first_row + gl.arange(0, BLOCK_M, row_layout)
-    row_start, row_stop = visible_keys(
-        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
-    )
+        raw_q_tile = tile_ring(value_element, 1, BLOCK_M, D).index(0)
+        o_tile = tile_ring(key_element, 1, BLOCK_M, D).index(0)
+    q, do = q_ring.index(0), do_ring.index(0)
+    rows_ready, keys_ready = tile_barriers(1), tile_barriers(STAGES)
+    row_bytes: gl.constexpr = BLOCK_M * D * value_element.primitive_bitwidth // 8
+    mbarrier.expect(rows_ready.index(0), 3 * row_bytes)
+    fetch_tile((q_all, b, h), raw_q_tile, rows_ready.index(0), first_row)
+    fetch_tile((do_all, b, h), do, rows_ready.index(0), first_row)
+    fetch_tile((o_all, b, h), o_tile, rows_ready.index(0), first_row)
+    key_stop = gl.load(key_lengths_ptr + b) if HAS_LENGTHS else Lk
+    head_kv = (b * Hkv + h_kv).to(gl.int64)
+    if HOST_TILES:
+        k_tiles, v_tiles = (k_all, b, h_kv), (v_all, b, h_kv)
+    else:
+        v_start = b.to(gl.int64) * v_stride_b + h_kv.to(gl.int64) * v_stride_h
+        k_tiles = tile_descriptor(k_ptr + head_kv * Lk * D, key_stop, D, BLOCK_N, D)
+        v_tiles = tile_descriptor(v_ptr + v_start, key_stop, v_stride_l, BLOCK_N, D)
     key_lo, key_hi, full_lo, full_hi = keys_of_rows(
         first_row, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED,
         BLOCK_M, BLOCK_N,
@@ -265,58 +264,73 @@ def query_gradient_kernel(
     steps = gl.cdiv(gl.maximum(key_hi - key_lo, 0), BLOCK_N)
     for step in gl.static_range(STAGES - 1):
         fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo + step * BLOCK_N, step, step < steps)
-    at = head.to(gl.int64) * row_stride + rows
+
+    # What each row sees, and its values [M]
+    first_at = head.to(gl.int64) * row_stride + first_row
+    offsets = gl.arange(0, BLOCK_M, row_layout)
+    rows = first_row + offsets
+    row_start, row_stop = visible_keys(
+        rows, Lq, Lk, key_stop, window, doc_start_ptr, doc_stop_ptr, CAUSAL, WINDOWED, PACKED
+    )
     inside = rows < Lq
-    slope = gl.load(slope_ptr + at, mask=inside, other=0.0)
-    intercept = gl.load(intercept_ptr + at, mask=inside, other=0.0)
+    slope = gl.load(slope_ptr + first_at + offsets, mask=inside, other=0.0)
+    intercept = gl.load(intercept_ptr + first_at + offsets, mask=inside, other=0.0)
+    z = gl.load(z_ptr + first_at + offsets, mask=inside, other=0.0)
     n = (row_stop - row_start).to(gl.float32)
-    q = q_ring.index(0)
-    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D)
-    near, norm_scale, rest = norm_parts(raw_q.to(gl.float32))
-    norms.index(0).store(norm_scale)
-    norms.index(1).store(rest)
+    form = GENERAL
+    if STEEP:
+        all_rows = gl.arange(0, BLOCK_M, each_warp)
+        exists = first_row + all_rows < Lq
+        form = form_of_rows(
+            gl.load(slope_ptr + first_at + all_rows, mask=exists, other=0.0),
+            gl.load(intercept_ptr + first_at + all_rows, mask=exists, other=0.0), exists, P if P > 0 else exponent,
+        )  # fmt: skip
+    mbarrier.wait(rows_ready.index(0), 0)
+    near, norm_scale, rest = norm_parts(raw_q_tile.load(sum_layout).to(gl.float32))
     q.store(scaled_unit_rows(near, rest, n, gain_ptr + h, LOG_D, HAS_GAIN, key_element))
-    do_rows = load_rows(do_ptr, first_row, Lq, do_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    o_rows = load_rows(o_ptr, first_row, Lq, o_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
+    exact_q = gl.where((rest > 0)[:, None], near, 0.0).to(value_element)  # no bit is lost
+    program_barrier()  # every warp has read the tile
+    write_tile((passed_q_all, b, h), raw_q_tile, exact_q, first_row)
     delta, bound, unit_scale = row_scales(
-        do_rows, o_rows, sizes_ptr + (b64 * Hkv + h_kv) * Lk,
-        block_sizes_ptr + (b64 * Hkv + h_kv) * gl.cdiv(Lk, VALUE_BLOCK), row_start, row_stop, key_lo, key_hi, full_lo,
-        full_hi, gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, load_layout)),
-        gl.arange(0, FULL_BLOCKS, gl.BlockedLayout([4], [32], [gl.num_warps()], [0])), WINDOWED or PACKED,
+        do.load(sum_layout).to(gl.float32),
+        o_tile.load(sum_layout).to(value_element, bitcast=True).to(gl.float32),
+        sizes_ptr + head_kv * Lk, block_sizes_ptr + head_kv * gl.cdiv(Lk, VALUE_BLOCK), row_start, row_stop, key_lo,
+        key_hi, full_lo, full_hi, gl.arange(0, EDGE_KEYS, gl.SliceLayout(0, sum_layout)),
+        gl.arange(0, FULL_BLOCKS, each_warp), WINDOWED or PACKED,
     )  # fmt: skip
 
     nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, score_layout)
-    form = form_of_rows(slope, intercept, inside, P if P > 0 else exponent) if STEEP else GENERAL
-    fence_async_shared()
-    program_barrier()  # all of Q is there
-    mbarrier.wait(rows_ready.index(0), 0)
+    tile_store_wait(0)
+    program_barrier()  # the last stages of K and V are free
     gk, sk, g_sum = _query_sums(
-        q, do_ring.index(0), k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
+        q, do, k_tiles, k_ring, v_tiles, v_ring, keys_ready, key_lo, steps, full_lo,
         full_hi, slope, intercept, unit_scale, delta * unit_scale, row_start, row_stop, form, nothing, sum_layout,
         P if P > 0 else exponent, REWEIGHT, LOG_DEGREE, STEEP, STAGES,
     )  # fmt: skip
 
-    z = gl.load(z_ptr + at, mask=inside, other=0.0)
     mean, scale, kappa = query_row_factors(
         gl.convert_layout(g_sum, row_layout), n, slope, z, P if P > 0 else exponent, LOG_D, False
     )  # fmt: skip
     if REWEIGHT:
-        gk = gk - sk * gl.convert_layout(mean, gl.SliceLayout(1, sum_layout))[:, None]
-    raw_q = load_rows(q_ptr, first_row, Lq, q_stride_l, load_layout, BLOCK_M, D).to(gl.float32)
-    norm_scale, rest = norms.index(0).load(row_layout), norms.index(1).load(row_layout)
-    near = raw_q * norm_scale[:, None]
-    dq, radial, scale, sound = query_gradient(
-        gl.convert_layout(gk, load_layout), near, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr + h,
-        HAS_GAIN, True,
-    )  # fmt: skip
-    store_rows(dq_ptr, dq, first_row, Lq, dq_stride_l, load_layout, BLOCK_M, D)
-    to_unit = gl.where(rest > 0, rest, 0.0)
-    exact_q = gl.where(sound[:, None], near, 0.0)
-    store_rows(passed_q_ptr, exact_q, first_row, Lq, D, load_layout, BLOCK_M, D)
+        gk = gk - sk * mean[:, None]
+    if HAS_GAIN:  # the queries of the products lack what a small gain rounds off
+        program_barrier()  # every warp is done with dO
+        mbarrier.expect(rows_ready.index(0), row_bytes)
+        fetch_tile((q_all, b, h), do, rows_ready.index(0), first_row)
+        mbarrier.wait(rows_ready.index(0), 1)
+        projected, to_unit = do.load(sum_layout).to(gl.float32) * norm_scale[:, None], rest
+    else:
+        projected, to_unit = q.load(sum_layout).to(gl.float32), reciprocal(scale)
+    dq, radial, scale, sound = query_gradient_of_unit(
+        gk, projected, to_unit, norm_scale, rest, z, delta, bound, mean, kappa, scale, gain_ptr + h, HAS_GAIN, True
+    )
+    program_barrier()  # every warp is done with dO
+    write_tile((dq_all, b, h), do, dq.to(value_element), first_row)
     store_row_values(
-        rows_ptr + at, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
-        mean * kappa * bound, scale * to_unit, form, radial, P if P > 0 else exponent,
+        rows_ptr + first_at + offsets, row_plane, rows < row_stride, sound, slope, intercept, z, delta,
+        mean * kappa * bound, scale * gl.where(rest > 0, rest, 0.0), form, radial, P if P > 0 else exponent,
         EXACT_QUERIES, False, STEEP, HAS_GAIN, True,
     )  # fmt: skip
+    tile_store_wait(0)
     end_barriers(rows_ready)
     end_barriers(keys_ready)
