@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lssar.ops import fused, sdpa
-from lssar.ops.numerics import working_dtype
+from lssar.ops.numerics import times_in_range, working_dtype
 from lssar.ops.reference import safe_reference_attention
 from lssar.ops.tiled import tiled_attention, tiled_attention_weights
 from lssar.specs import AttentionSpec, check_power, plain_number
@@ -136,7 +136,7 @@ def _by_kernels(
     view: dict[str, Any] = dict(causal=causal, cu_seqlens=cu_seqlens, key_lengths=key_lengths, window=window)
     masked = any(x is not None for x in (mask, window, cu_seqlens, key_lengths, key_ranges))
     if gain is not None and not spec.cosine:  # dot products take the factor through q
-        q, gain = (q * gain[:, None, None]).to(q.dtype), None
+        q, gain = times_in_range(q, gain[:, None, None]), None
     obstacle = sdpa.why_not(q, k, spec, causal=causal, masked=masked, return_weights=return_weights)
     blocked = fused.why_not(q, k, v, spec, mask=mask, key_ranges=key_ranges, return_weights=return_weights)
     # SDPA would normalise the whole cache for a cosine, and needs a mask for lengths

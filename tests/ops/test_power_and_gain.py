@@ -81,6 +81,23 @@ def test_a_gain_of_any_size_gives_finite_results():
         assert all(t.isfinite().all() for t in got), value
 
 
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.float16, 3e4), (torch.bfloat16, 1e38), (torch.float32, 1e38)], ids=str
+)
+def test_a_factor_that_leaves_the_range_of_q_gives_finite_results(dtype, largest, window):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(3))
+    q = q / q.abs().amax() * largest
+    q, k, v = (x.to(DEVICE, dtype).requires_grad_() for x in (q, k / largest, v))
+    gain = torch.tensor([8.0, 1.0], device=DEVICE, requires_grad=True)
+    o = lssar.attention(q, k, v, "ssmax", head_scale=gain, window=window, impl="fused")
+    assert o.isfinite().all()
+    if window is not None:  # without one the backward is that of PyTorch's SDPA, where dk may exceed float16
+        o.float().square().sum().backward()
+        assert all(x.grad.isfinite().all() for x in (q, k, v, gain))
+
+
 def test_wrong_powers_and_gains_are_refused():
     (q, k, v, gain), _ = inputs(torch.float32, L=4)
     call = lambda **options: fused.fused_attention(q, k, v, **{"p": 15, "causal": True, **options})  # noqa: E731

@@ -192,8 +192,24 @@ def in_range(x: Tensor) -> Tensor:
     """Rows scaled down so far that products of two stay within float32; those of float16 always do."""
     if x.dtype == torch.float16:
         return x
+    return _limited(x, SCORE_LIMIT)
+
+
+def times_in_range(x: Tensor, factor: Tensor) -> Tensor:
+    """x * factor in the dtype of x, with rows scaled down where they would leave the range of in_range or of the dtype.
+
+    In float16 a moderate factor is enough for that: 3e4 times a gain of 8 is infinite.
+    """
+    product = in_range(x).to(working_dtype(x.dtype)) * factor
+    if x.dtype == torch.float16:
+        product = _limited(product, torch.finfo(x.dtype).max)
+    return product.to(x.dtype)
+
+
+def _limited(x: Tensor, limit: float) -> Tensor:
+    """x with rows scaled down whose largest entry exceeds the limit."""
     largest = x.detach().abs().amax(-1, keepdim=True)
-    return x * (SCORE_LIMIT / largest.clamp_min(SCORE_LIMIT))
+    return x * (limit / largest.clamp_min(limit))
 
 
 def may_branch(*tensors: Tensor) -> bool:

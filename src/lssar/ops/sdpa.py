@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lssar.ops import fused
-from lssar.ops.numerics import in_range, scale_factor, score_factor, unit
+from lssar.ops.numerics import in_range, scale_factor, score_factor, times_in_range, unit
 from lssar.specs import AttentionSpec
 
 MOST_MASKED = 2**24
@@ -63,7 +63,7 @@ def sdpa_attention(
             n = torch.full((queries,), float(keys), device=q.device)
             if causal:
                 n = torch.arange(keys - queries + 1, keys + 1, device=q.device).float()
-            q, scale = (q * score_factor(n, q.shape[-1], spec)[:, None]).to(q.dtype), 1.0
+            q, scale = times_in_range(q, score_factor(n, q.shape[-1], spec)[:, None]), 1.0
     if gain is not None:
         q = (q * gain[:, None, None]).to(q.dtype)
     return F.scaled_dot_product_attention(
