@@ -155,22 +155,21 @@ def _weights_and_ds_of_form(
 ):  # fmt: skip
     """_weights_and_ds_by_quarters by the form of the tile's rows."""
     form = form_of_block(row_values, x.shape[1]) if STEEP else GENERAL
-    linear = False if MASKED else form == LINEAR  # tiles with a mask are few: one code for both short forms
     if STEEP:
         if form == GENERAL:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
                 doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
             )  # fmt: skip
-        elif linear:
+        elif MASKED or form != LINEAR:  # tiles with a mask are few: one code for both short forms
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
             )  # fmt: skip
         else:
             weight, ds = _weights_and_ds_by_quarters(
                 x, dp, key_scale, row_values, form, start, first_key, Lq, Lk, key_stop, window, doc_start_ptr,
-                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
+                doc_stop_ptr, element, layout, CAUSAL, WINDOWED, PACKED, P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
             )  # fmt: skip
     else:
         weight, ds = _weights_and_ds_by_quarters(

@@ -119,22 +119,21 @@ def _gradient_terms_of_form(
     P, REWEIGHT: gl.constexpr, LOG_DEGREE: gl.constexpr, MASKED: gl.constexpr, STEEP: gl.constexpr,
 ):  # fmt: skip
     """_gradient_terms by the form of the rows."""
-    linear = False if MASKED else form == LINEAR  # tiles with a mask are few: one code for both short forms
     if STEEP:
         if form == GENERAL:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
                 P, REWEIGHT, LOG_DEGREE, MASKED, False, False,
             )  # fmt: skip
-        elif linear:
+        elif MASKED or form != LINEAR:  # tiles with a mask are few: one code for both short forms
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
             )  # fmt: skip
         else:
             g_sigma, sigma, g_lanes = _gradient_terms(
                 x, dp, g_lanes, slope, intercept, unit_scale, delta, form, row_start, row_stop, start, element, layout,
-                P, REWEIGHT, LOG_DEGREE, MASKED, True, False,
+                P, REWEIGHT, LOG_DEGREE, MASKED, True, True,
             )  # fmt: skip
     else:
         g_sigma, sigma, g_lanes = _gradient_terms(
