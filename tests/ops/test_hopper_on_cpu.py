@@ -65,6 +65,15 @@ def test_lengths(hopper, length):
     compare(*tensors(B=8 if few else 1, Lq=length, D=64, dtype=torch.bfloat16), p=15, few_keys=few)
 
 
+def test_padding_of_sequences_without_keys(hopper):
+    q, k, v, do = tensors(B=2, Hq=1, Lq=64, D=64, dtype=torch.bfloat16)
+    k[0, :, 0] = v[0, :, 0] = torch.inf
+    call = lambda *x: fused_attention(*x, p=15, causal=True, key_lengths=torch.tensor([0, 40]))  # noqa: E731
+    o, dq, dk, dv = with_gradients(call, (q, k, v), do)
+    for x in (o, dq, dk, dv):
+        assert (x[0] == 0).all() and x.isfinite().all()
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
 def test_not_finite(hopper, which):
     """Infinities and NaNs reach only the rows that see them, as in the fuzzer; values beyond the range of sums."""
