@@ -118,6 +118,20 @@ def test_groups_and_strides():
     assert fused_attention(q, k, v, p=15, causal=True).transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=NAMES.get)
+def test_expanded_queries(dtype):
+    """Results have the strides that torch.compile is told: those of empty_like."""
+    q, k, v, do = tensors(B=3, Lq=20, D=64, dtype=dtype)
+    q = q[:1].transpose(1, 2).contiguous().transpose(1, 2).expand_as(q)
+    expanded = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q, k, v), do)
+    whole = with_gradients(lambda *x: fused_attention(*x, p=15, causal=True), (q.contiguous(), k, v), do)
+    assert all(torch.equal(a, b) for a, b in zip(expanded, whole))
+    arguments = None, 15.0, None, True, None, None, None
+    o, rows = op.run_forward(q, k, v, *arguments)
+    dq = op.run_backward(q, k, v, o, do, rows, *arguments)[0]
+    assert o.stride() == dq.stride() == torch.empty_like(q).stride() != q.contiguous().stride()
+
+
 def test_adversarial_rows():
     q, k, v, do = tensors(Lq=40)
     cases = {

@@ -65,6 +65,33 @@ def test_lengths(hopper, length):
     compare(*tensors(B=8 if few else 1, Lq=length, D=64, dtype=torch.bfloat16), p=15, few_keys=few)
 
 
+def test_padding_of_sequences_without_keys(hopper):
+    q, k, v, do = tensors(B=2, Hq=1, Lq=64, D=64, dtype=torch.bfloat16)
+    k[0, :, 0] = v[0, :, 0] = torch.inf
+    call = lambda *x: fused_attention(*x, p=15, causal=True, key_lengths=torch.tensor([0, 40]))  # noqa: E731
+    o, dq, dk, dv = with_gradients(call, (q, k, v), do)
+    for x in (o, dq, dk, dv):
+        assert (x[0] == 0).all() and x.isfinite().all()
+
+
+@pytest.mark.parametrize("gain", [False, True])
+def test_norms_to_the_ends_of_the_range(hopper, gain):
+    """dq and dk are those of rows of other norms, times a power of two; below the normal numbers they stay finite."""
+    q, k, v, do = tensors(Hq=1, Lq=64, D=64, dtype=torch.bfloat16)
+    q, k = q.sign(), k.sign() * (torch.arange(64) < 8)  # so that no bit is lost
+    inputs = (q, k, v, torch.tensor([0.7])) if gain else (q, k, v)
+    call = lambda q, k, v, gain=None: fused_attention(q, k, v, p=15, causal=True, gain=gain)  # noqa: E731
+    near = with_gradients(call, inputs, do)
+    for q_exponent, k_exponent, do_exponent in ((-119, 118, 0), (110, -116, 0), (-125, -125, -8), (-60, 60, 60)):
+        far = with_gradients(
+            call, (q * 2.0**q_exponent, k * 2.0**k_exponent, *inputs[2:]), do * 2.0**do_exponent
+        )  # fmt: skip
+        for name, a, b, e in zip(("o", "dq", "dk"), near, far, (0, do_exponent - q_exponent, do_exponent - k_exponent)):
+            assert (a.double() - b.double() * 2.0**-e).norm() < 0.01 * a.double().norm(), (name, q_exponent, k_exponent)
+    dk = with_gradients(call, (q, k * 2.0**-130, *inputs[2:]), 0 * do)[2]
+    assert (dk == 0).all()
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v", "dO"])
 def test_not_finite(hopper, which):
     """Infinities and NaNs reach only the rows that see them, as in the fuzzer; values beyond the range of sums."""

@@ -153,14 +153,17 @@ def query_gradient_of_unit(
 ):  # fmt: skip
     """As query_gradient with three operations an element: q times to_unit [M] are the unit queries.
 
-    The factors of a row come in two products, neither of which overflows where the gradient does not.
+    The factors of a row come in two products, neither of which overflows where the gradient does not: the second may,
+    for queries near the end of the range, so that a power of two of it goes to the first.
     """
     sound = _sound_rows(z, delta, mean)
     factor = tl.where(sound, kappa * scale, float("nan"))
     along = tl.sum(unit_gradient * q, 1) * to_unit
     radial = along * factor * bound
-    near_factor = factor * rest
-    far_factor = tl.minimum(bound * norm_scale, 3e38)  # infinite only for gradients beyond the range; those may be 0
+    far = bound * norm_scale > 2.0**112
+    near_factor = factor * rest * tl.where(far, 2.0**16, 1.0)
+    far_factor = bound * tl.where(far, 2.0**-16, 1.0) * norm_scale
+    far_factor = tl.minimum(far_factor, 3e38)  # infinite only for gradients beyond the range; those may be 0
     if HAS_GAIN:
         gain = tl.load(gain_ptr)
         near_factor = near_factor * gain

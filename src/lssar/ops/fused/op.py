@@ -191,7 +191,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, and (slope, intercept, Z) of each row for the backward."""
     if is_expanded(q):  # descriptors cannot say that an axis repeats the same elements
-        q = q.contiguous()
+        q = q.clone()  # in the layout of o that tracing is told of
     call = _Call(q, k, (v,), gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan
     o = torch.empty_like(q)
@@ -252,7 +252,7 @@ def run_backward(
     if do.stride(-1) != 1 or is_expanded(do):  # descriptors cannot say that an axis repeats the same elements
         do = do.contiguous()
     if is_expanded(q):
-        q = q.contiguous()
+        q = q.clone()
     others = v, o, do, rows
     call = _Call(q, k, others, gain, power_value(p, p_tensor), causal, cu_seqlens, key_lengths, window)
     plan = call.plan

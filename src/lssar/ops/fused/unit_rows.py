@@ -71,6 +71,7 @@ def unit_rows_backward_and_radial(grad_unit, near, scale, rest):
 
 @triton.jit
 def unit_rows_backward_of_parts(grad_unit, near, scale, rest):
-    """unit_rows_backward by the norm_parts of x, with three operations an element."""
+    """unit_rows_backward by the norm_parts of x, with three operations an element. Norms below 2^-128, whose reciprocal
+    is infinite, count as about that: a gradient of 0 stays 0."""
     along = tl.sum(grad_unit * near, 1) * rest  # [M]
-    return (grad_unit - near * (along * rest)[:, None]) * (rest * scale)[:, None]
+    return (grad_unit - near * (along * rest)[:, None]) * tl.minimum(rest * scale, 3e38)[:, None]

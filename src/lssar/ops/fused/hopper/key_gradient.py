@@ -294,7 +294,9 @@ def key_gradient_kernel(
     else:
         k_tiles = tile_descriptor(raw_k_ptr, key_stop, raw_k_stride_l, BLOCK_N, D)
         v_tiles = tile_descriptor(v_ptr, key_stop, v_stride_l, BLOCK_N, D)
-    fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_key, 0, True)
+    # A descriptor has one row at least: that of a sequence without keys is left out, it may hold anything.
+    first_row = gl.where(key_stop > 0, first_key, BLOCK_N) if HAS_LENGTHS else first_key
+    fetch_pair(k_tiles, k_ring, v_tiles, v_ring, keys_ready, first_row, 0, True)
     k, v = k_ring.index(0), v_ring.index(0)
     mbarrier.wait(keys_ready.index(0), 0)
     near, norm_scale, rest = norm_parts(k.load(sum_layout).to(gl.float32))
