@@ -34,8 +34,9 @@ def run(q, k, v, do, spec, **view):
     return with_gradients(lambda *x: fused.window_attention(*x, spec, **{"causal": True, **view}), (q, k, v), do)
 
 
-def compare(q, k, v, do, spec, note="", ill_conditioned=False, **view):
-    """Relative error in the root mean square within BOUNDS; of gradients, against the terms of their differences."""
+def compare(q, k, v, do, spec, note="", ill_conditioned=False, least=0.0, **view):
+    """Relative error in the root mean square within BOUNDS, or `least`; of gradients, against the terms of their
+    differences."""
     see = {"causal": True, **view}
     poison = [torch.full_like(x, torch.nan) for x in (q, q, k, k, v, v)]
     del poison  # the allocator hands these out again: what is not written shows
@@ -49,7 +50,7 @@ def compare(q, k, v, do, spec, note="", ill_conditioned=False, **view):
         scale = rms(r)
         if name in ("dq", "dk"):  # rows that see one key have none, but for rounding
             scale = max(scale, 0.1 * rms(do) * rms(v) / max(rms(q if name == "dq" else k), 1e-30))
-        allowed = bounds["o" if name == "o" else "gradient"] * scale
+        allowed = max(bounds["o" if name == "o" else "gradient"], least) * scale
         allowed = max([allowed, *(3 * rms(run[index].double() - r) for run in same)])  # what eager loses in this dtype
         assert rms(x - r) <= allowed, f"{note}: {name} is off by {rms(x - r):.3g}, allowed {allowed:.3g}"
     return got
@@ -196,7 +197,8 @@ def test_adversarial_rows(spec):
             dq = run(a, b, v, do, SPECS[spec], window=20)[1]
             assert not dq[:, :, [7, 30]].any() and dq.isfinite().all()
         else:
-            compare(a, b, v, do, SPECS[spec], note, ill_conditioned=note == "anti-aligned", window=20)
+            near = note == "anti-aligned"  # in LSSAR keys near the mean: 0.7% of dv at most in ten seeds
+            compare(a, b, v, do, SPECS[spec], note, near, least=0.03 * (near and spec == "lssar"), window=20)
 
 
 @pytest.mark.parametrize("spec", ["softmax", "cosine softmax", "lssar"])
